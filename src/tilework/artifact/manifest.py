@@ -1,0 +1,173 @@
+"""manifest.json: the artifact's table of contents. This schema is published as docs/manifest.schema.json."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from . import structure
+from .graph import DTYPES, TensorType
+
+FORMAT_VERSION = (1, 0)  # major: readers of another major refuse; minor: newer readers accept older files
+
+Size = Annotated[int, Field(ge=0, lt=2**40)]
+Name = Annotated[str, Field(min_length=1, max_length=512)]
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Tensor(_Model):
+    """A tensor's type. Strides are in elements."""
+
+    dtype: str
+    shape: list[Size] = Field(max_length=16)
+    stride: list[Size] = Field(max_length=16)
+
+    @field_validator("dtype")
+    @classmethod
+    def _known_dtype(cls, value: str) -> str:
+        if value not in DTYPES:
+            raise ValueError(f"unknown dtype {value!r}")
+        return value
+
+    @model_validator(mode="after")
+    def _same_length(self) -> Tensor:
+        if len(self.shape) != len(self.stride):
+            raise ValueError("shape and stride differ in length")
+        return self
+
+    def type(self) -> TensorType:
+        return TensorType(self.dtype, tuple(self.shape), tuple(self.stride))
+
+    @classmethod
+    def of(cls, kind: TensorType) -> Tensor:
+        return cls(dtype=kind.dtype, shape=list(kind.shape), stride=list(kind.stride))
+
+
+class Argument(_Model):
+    """An input or an output of the step, in the order of the flattened structure."""
+
+    name: Name
+    type: Tensor
+
+
+class Parameter(_Model):
+    name: Name
+    type: Tensor
+    trainable: bool
+    group: str | None  # the optimizer group that updates it
+
+
+class Group(_Model):
+    """One parameter group of one optimizer. Its hyperparameters are named <prefix>.<name>."""
+
+    prefix: Name
+    optimizer: Name
+    rule: Literal["sgd", "adam", "adamw", "rmsprop", "lamb"]
+    params: list[Name]
+    state: list[Name]
+
+
+class Program(_Model):
+    """Code for one section, or for several fused into one: a function over named buffers."""
+
+    sections: list[Literal["fwd", "bwd", "reduce", "opt", "infer"]]
+    buffers: list[Name]  # the order in which the native function takes them
+    writes: list[Name]
+    graph: Name  # member with the graph, graphs/<name>.json
+    code: str | None  # member with native code, None where the device needs none
+    abi: str  # SHA-256 of the buffers' types and order; native code carries the same
+    flops: int = Field(ge=0)
+    bytes: int = Field(ge=0)
+    temporary_bytes: int = Field(ge=0)
+
+
+class Fingerprint(_Model):
+    """What a machine must have to run this artifact. Compared part by part; each part says needs <= has."""
+
+    format: list[int] = Field(min_length=2, max_length=2)
+    device: Literal["cpu", "cuda", "reference", "null"]
+    torch: list[int] = Field(min_length=2, max_length=3)
+    architecture: str  # "x86_64"
+    features: list[str]  # instruction-set extensions, as /proc/cpuinfo names them
+    glibc: list[int] = Field(max_length=3)
+    options: dict[str, str | int | bool | list[str]]
+
+
+class Weights(_Model):
+    """Where the weights are: inside, in the file beside the artifact with this name and digest, or nowhere."""
+
+    where: Literal["inside", "separate", "none"]
+    file: str | None = None
+    sha256: str | None = None
+
+
+class Manifest(_Model):
+    format: list[int] = Field(min_length=2, max_length=2)
+    name: Name
+    created: str  # ISO 8601, UTC
+    producer: str
+    inputs: list[Argument]
+    num_model_inputs: int = Field(ge=0)
+    input_structure: list[Any]
+    outputs: list[Argument]
+    output_structure: list[Any]
+    infer_outputs: list[Argument]
+    infer_structure: list[Any]
+    losses: list[Name]
+    separate_loss: bool
+    batch_dim: int | None
+    num_micro_batches: int = Field(ge=1, le=2**20)
+    accumulate: Literal["mean", "sum"]
+    precision: Literal["float32", "bfloat16"]
+    parameters: list[Parameter]
+    groups: list[Group]
+    hyperparameters: dict[str, float]
+    programs: dict[str, Program]
+    buffers: dict[str, Tensor]
+    weights: Weights
+    metadata: dict[str, Any]
+    fingerprint: Fingerprint
+
+    @field_validator("input_structure", "output_structure", "infer_structure")
+    @classmethod
+    def _structure(cls, value: list[Any]) -> list[Any]:
+        structure.check(value)
+        return value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Manifest:
+        """Every name that one part mentions is defined by another."""
+        for name, program in self.programs.items():
+            missing = [b for b in program.buffers if b not in self.buffers]
+            if missing:
+                raise ValueError(f"program {name} takes buffers that are not in the table: {missing[:5]}")
+            if len(set(program.buffers)) != len(program.buffers):
+                raise ValueError(f"program {name} takes a buffer twice")
+            if not set(program.writes) <= set(program.buffers):
+                raise ValueError(f"program {name} writes buffers that it does not take")
+        for argument in self.inputs:
+            if f"input/{argument.name}" not in self.buffers:
+                raise ValueError(f"input {argument.name} has no buffer")
+        for parameter in self.parameters:
+            if f"param/{parameter.name}" not in self.buffers:
+                raise ValueError(f"parameter {parameter.name} has no buffer")
+        known = {p.name for p in self.parameters}
+        for group in self.groups:
+            if not set(group.params) <= known:
+                raise ValueError(f"group {group.prefix} has parameters that are not in the table")
+        if not set(self.losses) <= {o.name for o in self.outputs}:
+            raise ValueError("a loss is not among the outputs")
+        for what, arguments, shape in (
+            ("input", self.inputs, self.input_structure),
+            ("output", self.outputs[1:] if self.separate_loss else self.outputs, self.output_structure),
+            ("inference output", self.infer_outputs, self.infer_structure),
+        ):
+            if len(structure.names(shape, "x")) != len(arguments):
+                raise ValueError(f"the {what} structure and the {what} list differ in length")
+        if self.num_model_inputs > len(self.inputs):
+            raise ValueError("more model inputs than inputs")
+        return self

@@ -1,0 +1,359 @@
+"""capture(step) -> StepGraph: what the user's training step is, once PyTorch is out of the way."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..artifact.graph import Graph, TensorType
+from ..artifact.structure import Structure, flatten, names, unflatten
+from ..errors import UserError
+from ..random import seeded
+from ..step import Step
+from .optimizers import Group, clip, derived, groups_of, packed
+from .partition import label_sections, partition
+from .probe import Probe, evaluate, preserved, run_probe
+from .trace import keep_backward_sources, to_graph, trace
+
+
+@dataclass(frozen=True)
+class StepGraph:
+    """The step as graphs over named buffers. Printable, hashable by content, and free of the user's objects."""
+
+    sections: dict[str, Graph]  # fwd, bwd, opt; joint = fwd+bwd for the known loss; infer = forward in eval mode
+    inputs: dict[str, TensorType]  # without their prefix, in call order
+    input_structure: Structure  # of (inputs, targets)
+    num_model_inputs: int  # how many of the inputs the model takes; the rest are the loss's targets
+    outputs: dict[str, TensorType]
+    output_structure: Structure  # of what the model returns
+    infer_outputs: dict[str, TensorType]
+    infer_structure: Structure
+    losses: tuple[str, ...]
+    separate_loss: bool
+    params: dict[str, dict[str, Any]]  # name -> trainable, optimizer group, aliases
+    groups: list[dict[str, Any]]
+    hyper: dict[str, float]  # run-time scalars and their defaults
+    constants: dict[str, Tensor]  # const/... values, which go into the artifact
+    num_micro_batches: int
+    accumulate: str
+    precision: str
+    batch_dim: int | None
+    metadata: dict[str, Any]
+    weights: dict[str, Tensor] = field(repr=False)  # the user's own tensors, by buffer name, to be saved or synced
+
+    def __str__(self) -> str:
+        lines = [f"{name}: {len(g.nodes)} operators, {len(g.reads)} reads, {len(g.writes)} writes" for name, g in
+                 self.sections.items()]  # fmt: skip
+        return "\n".join(lines)
+
+
+def capture(step: Step, *, keep_momentum: bool = False, report: Callable[[str], None] = lambda _: None) -> StepGraph:
+    """Trace every section of the step. The user's model, optimizer and tensors are left as they were."""
+    return _Capture(step, keep_momentum, report).run()
+
+
+def _argument_names(function: Any, structure: Structure, prefix: str) -> list[str]:
+    """Names for the leaves of a call's arguments, after the function's own parameters where that is possible."""
+    plain = names(structure, prefix)
+    kind, *items = structure
+    if kind not in ("tuple", "list"):
+        return plain
+    try:
+        parameters = [p for p in inspect.signature(function).parameters.values() if p.kind == p.POSITIONAL_OR_KEYWORD]
+    except (TypeError, ValueError):
+        return plain
+    found: list[str] = []
+    for i, item in enumerate(items):
+        name = parameters[i].name if i < len(parameters) else f"{prefix}{i}"
+        found += [name if n == name else f"{name}.{n.removeprefix(name)}" for n in names(item, name)]
+    return found
+
+
+def _ordered_unique(wanted: Sequence[str]) -> list[str]:
+    found: list[str] = []
+    for name in wanted:
+        candidate, i = name, 1
+        while candidate in found:
+            i += 1
+            candidate = f"{name}_{i}"
+        found.append(candidate)
+    return found
+
+
+class _Capture:
+    def __init__(self, step: Step, keep_momentum: bool, report: Callable[[str], None]) -> None:
+        self.step = step
+        self.keep_momentum = keep_momentum
+        self.report = report
+        self.constants: dict[str, Tensor] = {}
+        call = step.inputs if isinstance(step.inputs, (tuple, list, dict)) else (step.inputs,)
+        targets = step.targets if isinstance(step.targets, (tuple, list)) else (step.targets,)
+        self.example_inputs, input_structure = flatten(call)
+        self.example_targets, target_structure = flatten(tuple(targets))
+        self.input_structure, self.target_structure = input_structure, target_structure
+        loss = step.loss_function
+        wanted = _argument_names(step.model.forward, input_structure, "input")
+        if loss is not None:
+            forward = loss.forward if isinstance(loss, nn.Module) else loss
+            shifted = ["tuple", ["value", None], *target_structure[1:]]
+            wanted += _argument_names(forward, shifted, "target")
+        self.input_names = _ordered_unique(wanted)
+        self.flat = [*self.example_inputs, *self.example_targets]
+        if not self.flat:
+            raise UserError("inputs-none", "the step has no input tensors", fix="give example inputs: inputs=(x, ...)")
+
+    def run(self) -> StepGraph:
+        step = self.step
+        self.report("looking at the model")
+        self.probe = probe = run_probe(step, self._fresh)
+        self._name_buffers(probe)
+        self.groups = groups_of(step, probe.trainable, self.keep_momentum)
+        self._check_optimizers()
+        self.hyper = self._hyper()
+        sections: dict[str, Graph] = {}
+        with preserved(step):
+            if probe.trainable and any(probe.differentiable):
+                if probe.losses:
+                    self.report("tracing forward and backward")
+                    sections["joint"] = self._joint(with_outgrads=False)
+                sections["fwd"], sections["bwd"] = partition(self._joint(with_outgrads=True))
+                if self.groups:
+                    self.report("tracing the optimizer")
+                    sections["opt"] = self._opt(sections["bwd"])
+            self.report("tracing inference")
+            sections["infer"], infer_structure = self._infer()
+        return self._graph(sections, infer_structure)
+
+    # ---- the parts ----
+
+    def _fresh(self, flat: Sequence[Tensor] | None = None) -> tuple[Any, Any]:
+        """(inputs, targets) in the user's structure, as leaves of their own."""
+        flat = self.flat if flat is None else flat
+        leaves = [f.detach().clone() if f is e else f for f, e in zip(flat, self.flat, strict=True)]
+        leaves = [
+            leaf.detach().requires_grad_() if e.requires_grad else leaf for leaf, e in zip(leaves, self.flat, strict=True)
+        ]
+        self.last_leaves = leaves
+        n = len(self.example_inputs)
+        return unflatten(self.input_structure, iter(leaves[:n])), unflatten(self.target_structure, iter(leaves[n:]))
+
+    def _name_buffers(self, probe: Probe) -> None:
+        """id of every tensor that the trace may close over -> its buffer's name."""
+        self.known: dict[int, str] = {}
+        self.weights: dict[str, Tensor] = {}
+        for kind, tensors in (("param", {**probe.trainable, **probe.frozen}), ("buffer", probe.buffers)):
+            for name, tensor in tensors.items():
+                self.known[id(tensor)] = f"{kind}/{name}"
+                self.weights[f"{kind}/{name}"] = tensor
+
+    def _check_optimizers(self) -> None:
+        unknown = 0
+        used = {id(t) for t in (*self.probe.trainable.values(), *self.probe.frozen.values())}
+        for opt in self.step.optimizers:
+            for group in opt.param_groups:
+                unknown += sum(id(p) not in used for p in group["params"])
+        if unknown and not any(g.params for g in self.groups):
+            raise UserError(
+                "optimizer-foreign",
+                "the optimizer holds none of the model's trainable parameters",
+                found=f"{unknown} parameters that the model does not use",
+                expected="an optimizer made from model.parameters()",
+                fix="make the optimizer after the model's final form (for example after model.bfloat16())",
+            )
+
+    def _hyper(self) -> dict[str, float]:
+        hyper: dict[str, float] = {}
+        for group in self.groups:
+            hyper |= {f"{group.prefix}.{k}": float(v) for k, v in group.rule.hyper.items()}
+        for name in ("clip_norm", "clip_value"):
+            value = getattr(self.step, name)
+            if value is not None and self.groups:
+                hyper[name] = float(value)
+        hyper |= {site.name: site.p for site in self.probe.sites}
+        return hyper
+
+    def _output_names(self) -> list[str]:
+        own = names(self.probe.structure, "output")
+        return _ordered_unique((["loss"] if self.step.loss_function else []) + own)
+
+    def _forward(self, flat: Sequence[Tensor], seed: Tensor, ps: Sequence[Tensor]) -> list[Tensor]:
+        inputs, targets = self._fresh(flat)
+        with seeded(seed, ps):
+            outputs, _ = evaluate(self.step, inputs, targets)
+        return outputs
+
+    def _replaced_buffers(self) -> list[tuple[str, Tensor]]:
+        """Buffers that forward re-assigned (self.ema = ...) instead of changing in place, with their new values."""
+        now = {f"{prefix}{k}": b for prefix, root in self.step.modules for k, b in root.named_buffers()}
+        return [(k, now[k]) for k, b in self.probe.buffers.items() if k in now and now[k] is not b]
+
+    def _joint(self, *, with_outgrads: bool) -> Graph:
+        """Forward and backward in one trace: from the losses, or from a gradient given for every output."""
+        probe, n, num_p = self.probe, len(self.flat), len(self.probe.sites)
+        outs = self._output_names()
+        trainable = list(probe.trainable.values())
+        wanted_inputs = [i for i, e in enumerate(self.flat) if e.requires_grad]
+        if with_outgrads:
+            sources = [i for i, d in enumerate(probe.differentiable) if d]
+        else:
+            sources = list(probe.losses)
+        outgrads = [torch.ones_like(probe.outputs[i]) for i in sources] if with_outgrads else []
+        replaced: list[str] = []
+
+        def joint(*args: Tensor) -> list[Any]:
+            outputs = self._forward(args[:n], args[n], args[n + 1 : n + 1 + num_p])
+            keep_backward_sources([outputs[i] for i in sources])
+            seeds = list(args[n + 1 + num_p :]) or [torch.ones_like(outputs[i]) for i in sources]
+            leaves = [self.last_leaves[i] for i in wanted_inputs]
+            grads = torch.autograd.grad(
+                [outputs[i] for i in sources], [*trainable, *leaves], grad_outputs=seeds, allow_unused=True
+            )
+            new = self._replaced_buffers()
+            replaced[:] = [k for k, _ in new]
+            return [*(o.detach() for o in outputs), *(b.detach() for _, b in new), *grads]
+
+        args = [*self.flat, torch.tensor(1), *(torch.tensor(s.p, dtype=torch.float64) for s in probe.sites), *outgrads]
+        with torch.enable_grad(), preserved(self.step):
+            traced = trace(joint, args)
+        reads = [f"input/{i}" for i in self.input_names] + ["rng/seed"] + [f"hyper/{s.name}" for s in probe.sites]
+        reads += [f"outgrad/{outs[i]}" for i in sources] if with_outgrads else []
+        reads += [self._closed_over(t) for t in traced.closed_over]
+        results = [f"output/{o}" for o in outs] + [f"buffer/{k}" for k in replaced]
+        results += [f"grad/{k}" for k in probe.trainable] + [f"grad/input/{self.input_names[i]}" for i in wanted_inputs]
+        graph = to_graph("joint", traced, reads, results, "")
+        return label_sections(graph, {b for b in graph.written if b.startswith("grad/")})
+
+    def _closed_over(self, tensor: Tensor) -> str:
+        name = self.known.get(id(tensor))
+        if name is None:
+            name = f"const/{len(self.constants)}"
+            self.known[id(tensor)] = name
+            self.constants[name] = tensor.detach().clone()
+            self._keep_alive = [*getattr(self, "_keep_alive", []), tensor]  # so that its id stays its own
+        return name
+
+    def _opt(self, bwd: Graph) -> Graph:
+        """Clipping and updates: reads gradients, writes parameters and optimizer state."""
+        reads, example, results = [], [], []
+        have = {b.removeprefix("grad/") for b in bwd.written if not b.startswith("grad/input/")}
+        self.updated = [k for g in self.groups for k in g.params if k in have]
+        for k in self.updated:
+            reads += [f"param/{k}", f"grad/{k}"]
+            example += [self.probe.trainable[k].detach()] * 2
+        self.state: dict[str, TensorType] = {}
+        for g in self.groups:
+            for k in g.params:
+                for s in g.rule.state if k in have else ():
+                    reads.append(f"state/{k}/{s}")
+                    example.append(self.probe.trainable[k].detach())
+        for opt in dict.fromkeys(g.optimizer for g in self.groups):
+            reads.append(f"state/{opt}/step")
+            example.append(torch.tensor(0))
+        for name in self.hyper:
+            if name.startswith("opt") or name in ("clip_norm", "clip_value"):
+                reads.append(f"hyper/{name}")
+                example.append(torch.tensor(1.0, dtype=torch.float64))
+
+        def opt(*args: Tensor) -> list[Tensor]:
+            v = dict(zip(reads, args, strict=True))
+            results.clear()
+            new: list[Tensor] = []
+
+            def result(buffer: str, value: Tensor) -> None:
+                results.append(buffer)
+                new.append(value.to(v[buffer].dtype))
+
+            grads = {k: v[f"grad/{k}"] for k in self.updated}
+            grads = clip(grads, v.get("hyper/clip_norm"), v.get("hyper/clip_value"))
+            for g in self.groups:
+                step = v[f"state/{g.optimizer}/step"] + 1
+                h = derived({k: v[f"hyper/{g.prefix}.{k}"] for k in g.rule.hyper}, step)
+                scalars = packed(h)
+                for k in g.params:
+                    if k not in have:
+                        continue
+                    p = v[f"param/{k}"]
+                    s = {name: v[f"state/{k}/{name}"] for name in g.rule.state}
+                    hp = h if p.dtype == torch.float64 else scalars
+                    updated, state = g.rule.update(p, grads[k], s, hp, step)
+                    result(f"param/{k}", updated)
+                    for name, value in state.items():
+                        result(f"state/{k}/{name}", value)
+            for opt_name in dict.fromkeys(g.optimizer for g in self.groups):
+                result(f"state/{opt_name}/step", v[f"state/{opt_name}/step"] + 1)
+            return new
+
+        with torch.no_grad():
+            traced = trace(opt, example)
+        return to_graph("opt", traced, reads, results, "opt")
+
+    def _infer(self) -> tuple[Graph, Structure]:
+        """The model alone, in eval mode: what a training artifact runs for inference."""
+        n = len(self.example_inputs)
+        structure: Structure = []
+
+        def infer(*args: Tensor) -> list[Tensor]:
+            nonlocal structure
+            inputs, _ = self._fresh([*args[:n], *self.flat[n:]])
+            with seeded(args[n]), torch.autocast("cpu", torch.bfloat16, enabled=self.step.precision == "bfloat16"):
+                outputs, structure = flatten(self.step.call_model(inputs))
+            return [o.detach() for o in outputs]
+
+        with preserved(self.step), torch.no_grad():
+            for _, root in self.step.modules:
+                root.eval()
+            traced = trace(infer, [*self.example_inputs, torch.tensor(1)])
+        reads = [f"input/{i}" for i in self.input_names[:n]] + ["rng/seed"]
+        reads += [self._closed_over(t) for t in traced.closed_over]
+        self.infer_names = _ordered_unique(names(structure, "output"))
+        return to_graph("infer", traced, reads, [f"infer/{o}" for o in self.infer_names], "fwd"), structure
+
+    def _graph(self, sections: dict[str, Graph], infer_structure: Structure) -> StepGraph:
+        step, probe = self.step, self.probe
+        outs = self._output_names()
+        group_of = {k: g.prefix for g in self.groups for k in g.params}
+        return StepGraph(
+            sections=sections,
+            inputs={i: TensorType.dense(*_type(t)) for i, t in zip(self.input_names, self.flat, strict=True)},
+            input_structure=["tuple", self.input_structure, self.target_structure],
+            num_model_inputs=len(self.example_inputs),
+            outputs={o: TensorType.dense(*_type(t)) for o, t in zip(outs, probe.outputs, strict=True)},
+            output_structure=probe.structure,
+            infer_outputs={o: sections["infer"].types[f"infer/{o}"] for o in self.infer_names},
+            infer_structure=infer_structure,
+            losses=tuple(outs[i] for i in probe.losses),
+            separate_loss=step.loss_function is not None,
+            params={
+                **{k: {"trainable": True, "group": group_of.get(k)} for k in probe.trainable},
+                **{k: {"trainable": False, "group": None} for k in probe.frozen},
+            },
+            groups=[_describe(g) for g in self.groups],
+            hyper=self.hyper,
+            constants=self.constants,
+            num_micro_batches=step.num_micro_batches,
+            accumulate=step.accumulate,
+            precision=step.precision,
+            batch_dim=step.batch_dim,
+            metadata=dict(step.metadata),
+            weights=self.weights,
+        )
+
+
+def _type(t: Tensor) -> tuple[str, tuple[int, ...]]:
+    full = TensorType.of(t)
+    return full.dtype, full.shape
+
+
+def _describe(g: Group) -> dict[str, Any]:
+    return {
+        "prefix": g.prefix,
+        "optimizer": g.optimizer,
+        "rule": g.rule.kind,
+        "params": list(g.params),
+        "state": list(g.rule.state),
+    }

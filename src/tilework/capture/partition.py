@@ -1,0 +1,89 @@
+"""Cuts a joint forward and backward graph in two: `fwd` keeps what `bwd` will need in buffers named saved/..."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..artifact.graph import Graph, Node
+
+# Views and other free operators: cheaper to repeat in bwd than to keep their result.
+_FREE = {"t", "transpose", "permute", "view", "_unsafe_view", "reshape", "expand", "unsqueeze", "squeeze", "slice",
+         "select", "alias", "full", "ones_like", "zeros_like", "full_like", "scalar_tensor", "arange", "split",
+         "unbind", "as_strided", "getitem", "where_scalar"}  # fmt: skip
+
+
+def _is_free(node: Node) -> bool:
+    if node.op == "getitem":
+        return False  # its producer would have to be repeated with it
+    return node.op.split(".")[1] in _FREE
+
+
+def partition(joint: Graph) -> tuple[Graph, Graph]:
+    """(fwd, bwd). Buffers outgrad/* are what bwd starts from; writes to grad/* belong to bwd, all others to fwd."""
+    tainted = {r for r in joint.reads if r.startswith("outgrad/")}
+    forward_nodes, backward_nodes = [], []
+    for node in joint.nodes:
+        if tainted.intersection(node.refs()):
+            tainted.add(node.name)
+            backward_nodes.append(node)
+        else:
+            forward_nodes.append(node)
+    forward_writes = tuple(w for w in joint.writes if not w[0].startswith("grad/"))
+    backward_writes = tuple(w for w in joint.writes if w[0].startswith("grad/"))
+
+    # what bwd uses of fwd, with free nodes repeated instead of kept
+    made_forward = {n.name: n for n in forward_nodes}
+    changed = {buffer for buffer, _ in forward_writes}
+    wanted = [ref for n in backward_nodes for ref in n.refs()] + [value for _, value in backward_writes]
+    saved: dict[str, str] = {}
+    repeated: dict[str, Node] = {}
+    todo = list(dict.fromkeys(wanted))
+    while todo:
+        ref = todo.pop()
+        if ref in tainted or ref in saved or ref in repeated:
+            continue
+        node = made_forward.get(ref)
+        if node is not None and _is_free(node):
+            repeated[ref] = node
+            todo += node.refs()
+        elif node is not None or ref in changed:  # a buffer that fwd changes must be kept as it was
+            saved[ref] = f"saved/{ref.replace('/', '.')}"
+
+    types = dict(joint.types)
+    for ref, buffer in saved.items():
+        kept = made_forward[ref].types[0] if ref in made_forward else joint.types[ref]
+        assert kept is not None
+        types[buffer] = kept
+    fwd = Graph(
+        "fwd",
+        joint.reads,
+        tuple(replace(n, section="fwd") for n in forward_nodes),
+        (*forward_writes, *((buffer, ref) for ref, buffer in saved.items())),
+        types,
+    ).prune()
+
+    def rename(ref: str) -> str:
+        return saved.get(ref, ref)
+
+    nodes = [n for n in forward_nodes if n.name in repeated] + backward_nodes
+    bwd = Graph(
+        "bwd",
+        (*joint.reads, *saved.values()),
+        tuple(replace(n.map_refs(rename), section="bwd") for n in nodes),
+        tuple((buffer, rename(value)) for buffer, value in backward_writes),
+        types,
+    ).prune()
+    fwd.verify()
+    bwd.verify()
+    return fwd, bwd
+
+
+def label_sections(joint: Graph, grads: set[str]) -> Graph:
+    """Marks each node of a joint graph as fwd (needed for outputs) or bwd (only needed for gradients)."""
+    needed = {value for buffer, value in joint.writes if buffer not in grads}
+    for node in reversed(joint.nodes):
+        if node.name in needed:
+            needed.update(node.refs())
+    nodes = tuple(replace(n, section="fwd" if n.name in needed else "bwd") for n in joint.nodes)
+    return replace(joint, nodes=nodes)
+

@@ -1,0 +1,1 @@
+"""test: does the artifact compute what the user's module computes?"""

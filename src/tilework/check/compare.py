@@ -1,0 +1,70 @@
+"""Tensor by tensor: the error, the tolerance for its dtype, pass or fail."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Largest error, relative to the largest magnitude in the tensor, that counts as the same arithmetic in another order.
+TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-10, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+BF16_COMPUTE = 3e-2  # float32 tensors that were computed through bf16 products
+_FLOOR = 1e-4  # a tensor is never judged on a scale finer than this part of the largest of its kind
+
+
+@dataclass(frozen=True)
+class Row:
+    kind: str  # output, gradient, parameter, state, buffer
+    name: str
+    error: float
+    tolerance: float
+    ok: bool
+    note: str = ""
+
+
+def scale_of(tensors: Mapping[str, Tensor]) -> float:
+    """The largest magnitude among tensors of one kind: rounding noise in any of them is a part of this."""
+    values = [float(t.detach().abs().max()) for t in tensors.values() if t.numel() and t.is_floating_point()]
+    return max((v for v in values if v == v), default=0.0)
+
+
+def compare(
+    kind: str,
+    found: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+    *,
+    low_precision: bool = False,
+    allowance: Mapping[str, Tensor] | None = None,
+) -> list[Row]:
+    """A row for every expected tensor. `allowance` widens the tolerance, element by element, where the arithmetic itself
+    magnifies rounding noise (a normalised update of a gradient that is nearly zero)."""
+    overall = scale_of(expected)
+    rows = []
+    for name, want in expected.items():
+        have = found.get(name)
+        if have is None:
+            rows.append(Row(kind, name, float("inf"), 0.0, False, "missing in the artifact's results"))
+            continue
+        if not want.is_floating_point():
+            wrong = int((have != want).sum())
+            rows.append(Row(kind, name, float(wrong), 0.0, wrong == 0, f"{wrong} elements differ" if wrong else ""))
+            continue
+        tolerance = TOLERANCE.get(want.dtype, 1e-5)
+        if low_precision:
+            tolerance = max(tolerance, BF16_COMPUTE)
+        have, want = have.detach().double(), want.detach().double()
+        scale = max(float(want.abs().max()) if want.numel() else 0.0, _FLOOR * overall, 1e-30)
+        difference = (have - want).abs()
+        both_odd = (have == want) | (have.isnan() & want.isnan())  # equal infinities, and NaN on both sides
+        difference = torch.where(both_odd, torch.zeros_like(difference), difference)
+        note = ""
+        if allowance and name in allowance:
+            excess = (difference - allowance[name].double()).clamp(min=0)
+            if float(difference.max()) / scale > tolerance >= float(excess.max()) / scale:
+                note = "within what rounding noise in the gradient explains"
+            difference = excess
+        error = float(difference.max()) / scale if want.numel() else 0.0
+        rows.append(Row(kind, name, error, tolerance, error <= tolerance, note))
+    return rows

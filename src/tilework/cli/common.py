@@ -1,0 +1,104 @@
+"""What the verbs share: finding the user's function, progress on stderr, JSON on stdout."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from ..errors import Place, TileworkError, UserError, did_you_mean
+from ..step import Step, as_step
+
+out = Console(highlight=False, soft_wrap=True)
+err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, indent=1, default=str))
+
+
+@contextmanager
+def progress(quiet: bool) -> Iterator[Callable[[str], None]]:
+    """A spinner with the current activity and the time it takes, on a terminal; a line for each activity otherwise."""
+    start = time.perf_counter()
+    if quiet:
+        yield lambda _: None
+    elif err.is_terminal:
+        with err.status("starting") as status:
+            yield lambda text: status.update(f"{text} ({time.perf_counter() - start:.0f} s)")
+    else:
+        yield lambda text: err.print(f"[{time.perf_counter() - start:5.1f} s] {text}", markup=False)
+
+
+def find_function(reference: str) -> Callable[..., Any]:
+    """FILE.py:function or package.module:function."""
+    source, _, name = reference.rpartition(":")
+    if not source or not name:
+        raise UserError("reference", "expected FILE.py:function or package.module:function", found=reference,
+                        fix="for example: tilework compile model.py:build")  # fmt: skip
+    module = _load_file(Path(source)) if source.endswith(".py") else _load_module(source)
+    function = getattr(module, name, None)
+    if not callable(function):
+        functions = [k for k, v in vars(module).items() if inspect.isfunction(v) and not k.startswith("_")]
+        raise UserError("reference", f"{source} has no function {name!r}", found=did_you_mean(name, functions))
+    return function  # type: ignore[no-any-return]
+
+
+def _load_file(path: Path) -> Any:
+    if not path.exists():
+        raise UserError("reference", f"{path}: there is no such file", found=os.getcwd(), expected="a Python file")
+    sys.path.insert(0, str(path.parent.resolve()))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)
+    with user_code(f"importing {path}"):
+        spec.loader.exec_module(module)
+    return module
+
+
+def _load_module(name: str) -> Any:
+    sys.path.insert(0, os.getcwd())
+    with user_code(f"importing {name}"):
+        return importlib.import_module(name)
+
+
+@contextmanager
+def user_code(doing: str) -> Iterator[None]:
+    """An exception in the user's own code is the user's: shown with its place, not as our traceback."""
+    try:
+        yield
+    except TileworkError:
+        raise
+    except Exception as e:
+        last = traceback.extract_tb(e.__traceback__)[-1]
+        place = Place(f"{last.filename}:{last.lineno}", last.line or "", f"{type(e).__name__}: {e}", "correct this line")
+        raise UserError("user-code", f"{doing} failed", places=[place]) from e
+
+
+def load_step(reference: str, arguments: list[str]) -> Step:
+    """Calls the user's build function with the --set name=value arguments that it takes."""
+    function = find_function(reference)
+    known = inspect.signature(function).parameters
+    given = {}
+    for argument in arguments:
+        name, eq, text = argument.partition("=")
+        if not eq or name not in known:
+            raise UserError("build-argument", f"--set {argument}", expected=f"name=value; {did_you_mean(name, known)}")
+        try:
+            given[name] = json.loads(text)
+        except ValueError:
+            given[name] = text
+    with user_code(f"calling {reference}"):
+        return as_step(function(**given))

@@ -1,0 +1,96 @@
+"""tilework inspect: what an artifact is, without running it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from .common import out, print_json
+
+NAME = "inspect"
+HELP = "Show an artifact: sections, shapes, memory, operators with source lines. Nothing in it is run."
+EXAMPLE = "Example: tilework inspect out/lenet.pef --graph fwd"
+
+
+def command(
+    artifact: Annotated[Path, typer.Argument(help="The .pef file.")],
+    graph: Annotated[str | None, typer.Option(help="Print this program's graph, with source lines.")] = None,
+    operators: Annotated[bool, typer.Option(help="Count operators by source line.")] = False,
+    trust: Annotated[bool, typer.Option(help="Accept a file that others could have changed.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON.")] = False,
+) -> None:
+    from ..artifact.fingerprint import compare
+    from ..artifact.reader import read_artifact
+    from ..errors import UserError, did_you_mean
+
+    a = read_artifact(artifact, trust=trust)
+    m = a.manifest
+    if graph is not None:
+        if graph not in a.graphs:
+            raise UserError("run-program", f"no program {graph!r}", found=did_you_mean(graph, a.graphs))
+        print(a.graphs[graph].to_text(), end="")
+        return
+    parts = compare(m.fingerprint, m.fingerprint.device)
+    if json:
+        print_json({"digest": a.digest, "members": a.members, "fits": [vars(p) for p in parts], **m.model_dump()})
+        return
+    out.print(f"{m.name}: format {m.format[0]}.{m.format[1]}, {m.producer}, {m.created}, for {m.fingerprint.device}")
+    out.print(f"sha256 {a.digest}")
+    out.print(f"precision {m.precision}, {m.num_micro_batches} micro-batches a step, weights {m.weights.where}")
+    _arguments(m)
+    _programs(m)
+    memory: dict[str, int] = {}
+    for name, entry in m.buffers.items():
+        kind = name.split("/")[0]
+        memory[kind] = memory.get(kind, 0) + entry.type().num_bytes
+    out.print("memory   " + ", ".join(f"{k} {v / 1e6:.3f} MB" for k, v in sorted(memory.items(), key=lambda kv: -kv[1])))
+    if m.hyperparameters:
+        out.print("hyper    " + ", ".join(f"{k}={v:g}" for k, v in m.hyperparameters.items()), markup=False)
+    for group in m.groups:
+        out.print(f"{group.prefix}  {group.rule}, {len(group.params)} parameters, state: {', '.join(group.state) or 'none'}")
+    for p in parts:
+        out.print(f"{'ok ' if p.ok else 'NO '} {p.name}: needs {p.needs}; here: {p.has}", markup=False)
+    if operators:
+        _operators(a)
+
+
+def _arguments(m: object) -> None:
+    table = Table(box=None, pad_edge=False, title_justify="left")
+    for column in ("", "name", "type", ""):
+        table.add_column(column)
+    for i, argument in enumerate(m.inputs):  # type: ignore[attr-defined]
+        kind = "input" if i < m.num_model_inputs else "target"  # type: ignore[attr-defined]
+        table.add_row(kind, argument.name, str(argument.type.type()))
+    for argument in m.outputs:  # type: ignore[attr-defined]
+        table.add_row("output", argument.name, str(argument.type.type()), "loss" if argument.name in m.losses else "")  # type: ignore[attr-defined]
+    for p in m.parameters:  # type: ignore[attr-defined]
+        table.add_row("parameter", p.name, str(p.type.type()), p.group or ("" if p.trainable else "frozen"))
+    out.print(table)
+
+
+def _programs(m: object) -> None:
+    table = Table(box=None, pad_edge=False)
+    for column in ("program", "sections", "Mflop", "MB moved", "temporary MB"):
+        table.add_column(column, justify="left" if column in ("program", "sections") else "right")
+    for name, p in m.programs.items():  # type: ignore[attr-defined]
+        table.add_row(name, "+".join(p.sections), f"{p.flops / 1e6:.3f}", f"{p.bytes / 1e6:.3f}", f"{p.temporary_bytes / 1e6:.3f}")
+    out.print(table)
+
+
+def _operators(a: object) -> None:
+    counts: dict[tuple[str, str], dict[str, int]] = {}
+    graph = a.graphs.get("step") or next(iter(a.graphs.values()))  # type: ignore[attr-defined]
+    for node in graph.nodes:
+        if node.op != "getitem":
+            ops = counts.setdefault((node.where or f"({node.section or 'none'})", node.source), {})
+            key = f"{node.section}:{node.op.split('.')[1]}"
+            ops[key] = ops.get(key, 0) + 1
+    table = Table(box=None, pad_edge=False)
+    for column in ("where", "source", "operators"):
+        table.add_column(column)
+    for (where, source), ops in counts.items():
+        table.add_row(where, source, ", ".join(k if v == 1 else f"{k} x{v}" for k, v in ops.items()))
+    out.print(table)

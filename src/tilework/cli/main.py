@@ -1,0 +1,78 @@
+"""tilework: one verb per file. Errors become one clear message and an exit code:
+
+0 ok, 1 the check failed, 2 the user's mistake, 3 the environment, 4 our bug.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from typing import Annotated
+
+import typer
+
+from .. import __version__
+from ..errors import TileworkError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="Compile a whole PyTorch training step into one file, and run it on tiles.",
+    epilog="Exit codes: 0 ok, 1 the check failed, 2 your mistake, 3 the environment, 4 our bug.",
+)
+
+
+def _version(value: bool) -> None:
+    if value:
+        print(f"tilework {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    pass
+
+
+def _register() -> None:
+    from . import cache, compile, doctor, inspect, measure, run, test
+
+    for module in (compile, run, test, measure, inspect, cache, doctor):
+        app.command(module.NAME, help=module.HELP, epilog=module.EXAMPLE)(module.command)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """The entry point. Every way out has its exit code, and no traceback unless it is our bug."""
+    argv = sys.argv[1:] if argv is None else argv
+    as_json = "--json" in argv
+    _register()
+    try:
+        code = app(args=argv, prog_name="tilework", standalone_mode=False)
+    except TileworkError as e:
+        if as_json:
+            print(json.dumps(e.as_json()))
+        print(f"tilework: error {e}", file=sys.stderr)
+        sys.exit(e.exit_code)
+    except typer.Exit as e:
+        sys.exit(e.exit_code)
+    except typer.TyperException as e:  # a wrong flag or argument
+        print(f"tilework: error {e.format_message()}\n  see: tilework {argv[0] if argv else ''} --help", file=sys.stderr)
+        sys.exit(2)
+    except (KeyboardInterrupt, typer.Abort):
+        print("tilework: stopped", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.exit(0)
+    except Exception as e:
+        traceback.print_exc()
+        print(f"tilework: this is a bug in Tilework: {type(e).__name__}: {e}\n  please report it with the text above", file=sys.stderr)
+        sys.exit(4)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+if __name__ == "__main__":
+    main()

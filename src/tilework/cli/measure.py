@@ -1,0 +1,80 @@
+"""tilework measure: how fast an artifact runs here, whole and section by section."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from .common import out, print_json, progress
+
+NAME = "measure"
+HELP = "Time an artifact on random inputs: the fused step, each section, inference, and loading."
+EXAMPLE = "Example: tilework measure out/lenet.pef --seconds 2"
+
+
+def command(
+    artifact: Annotated[Path, typer.Argument(help="The .pef file.")],
+    seconds: Annotated[float, typer.Option(help="How long to time each row.")] = 1.0,
+    device: Annotated[str | None, typer.Option(help="Run on this device instead of the artifact's own.")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads; all cores by default.")] = None,
+    trust: Annotated[bool, typer.Option(help="Accept a file that others could have changed.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    from ..check.check import _some_weights, random_inputs
+    from ..runtime.session import load
+
+    begin = time.perf_counter()
+    session = load(artifact, device=device, num_threads=threads, trust=trust)
+    loading = time.perf_counter() - begin
+    session.load_tensors(_some_weights(session))
+    inputs = random_inputs(session.artifact)
+    manifest = session.manifest
+    samples = manifest.inputs[0].type.shape[0] * manifest.num_micro_batches if manifest.inputs[0].type.shape else 1
+    rows: dict[str, dict[str, Any]] = {}
+    with progress(quiet=json) as report:
+
+        def timed(name: str, once: Callable[[], object]) -> None:
+            report(f"timing {name}")
+            rows[name] = _time(once, seconds)
+
+        if session._fused and manifest.losses:
+            timed("step", lambda: session.run(*inputs))
+        if "fwd" in manifest.programs and manifest.num_micro_batches == 1:
+            timed("fwd", lambda: session.run(*inputs, sections=["fwd"]))
+            session.run(*inputs, sections=["fwd"])
+            grads = None if manifest.losses else {a.name: session.buffers[f"output/{a.name}"] for a in manifest.outputs
+                                                 if f"outgrad/{a.name}" in session.buffers}  # fmt: skip
+            timed("bwd", lambda: session.run(sections=["bwd"], out_grads=grads))
+            if "opt" in manifest.programs:
+                timed("opt", lambda: session.run(sections=["opt"]))
+        timed("infer", lambda: session.infer(*inputs[: manifest.num_model_inputs]) if manifest.num_micro_batches == 1 else None)
+    if json:
+        print_json({"device": session.device_name, "samples_per_step": samples, "load_seconds": loading, "rows": rows})
+        return
+    table = Table(box=None, pad_edge=False)
+    for column in ("", "median", "fastest", "calls", "samples/s"):
+        table.add_column(column, justify="left" if not column else "right")
+    for name, row in rows.items():
+        table.add_row(name, f"{row['median_us']:.1f} us", f"{row['min_us']:.1f} us", str(row["calls"]),
+                      f"{samples / row['median_us'] * 1e6:.0f}" if name in ("step", "infer") else "")  # fmt: skip
+    out.print(table)
+    out.print(f"loaded in {loading * 1e3:.0f} ms; {samples} samples a step; device {session.device_name}")
+
+
+def _time(once: Callable[[], object], seconds: float) -> dict[str, Any]:
+    """Median and fastest of single calls, after a warm-up. Microseconds."""
+    for _ in range(3):
+        once()
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(times) < 5:
+        begin = time.perf_counter()
+        once()
+        times.append(time.perf_counter() - begin)
+    return {"median_us": statistics.median(times) * 1e6, "min_us": min(times) * 1e6, "calls": len(times)}

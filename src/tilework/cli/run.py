@@ -1,0 +1,113 @@
+"""tilework run: train from an artifact."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import json as json_lib
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .common import err, find_function, out, print_json, user_code
+
+NAME = "run"
+HELP = "Train: run an artifact over data, and save the weights."
+EXAMPLE = "Example: tilework run out/lenet.pef --data digits --epochs 2 --save out/trained.safetensors"
+
+
+def command(
+    artifact: Annotated[Path, typer.Argument(help="The .pef file.")],
+    data: Annotated[str, typer.Option(help="digits, random, or FILE.py:function that returns an iterable of batches.")] = "random",
+    data_path: Annotated[Path | None, typer.Option(help="With digits: a folder with the full MNIST files.")] = None,
+    epochs: Annotated[int, typer.Option(help="Passes over the data.")] = 1,
+    steps: Annotated[int | None, typer.Option(help="Stop after this many steps.")] = None,
+    weights: Annotated[Path | None, typer.Option(help="Start from this file instead of the initial weights.")] = None,
+    save: Annotated[Path | None, typer.Option(help="Write weights and optimizer state here at the end.")] = None,
+    device: Annotated[str | None, typer.Option(help="Run on this device instead of the artifact's own.")] = None,
+    hyper: Annotated[list[str] | None, typer.Option("--hyper", help="name=value, such as lr=0.01.")] = None,
+    seed: Annotated[int, typer.Option(help="Of dropout, and of the order of digits.")] = 0,
+    threads: Annotated[int | None, typer.Option(help="CPU threads; all cores by default.")] = None,
+    nan_error: Annotated[bool, typer.Option(help="Stop with an error when the loss is not a number.")] = False,
+    log: Annotated[Path | None, typer.Option(help="Write step and loss as JSON lines.")] = None,
+    trust: Annotated[bool, typer.Option(help="Accept a file that others could have changed.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    from ..errors import UserError
+    from ..runtime.session import load
+
+    session = load(artifact, device=device, weights=weights, num_threads=threads, seed=seed, nan_error=nan_error, trust=trust)
+    values = {}
+    for item in hyper or []:
+        name, eq, text = item.partition("=")
+        try:
+            values[name] = float(text)
+        except ValueError:
+            raise UserError("hyper-unknown", f"--hyper {item}", expected="name=number, such as lr=0.01") from None
+    session.set(values)
+    batches = _batches(data, data_path, session, seed)
+    losses: list[float] = []
+    begin = last = time.perf_counter()
+    lines = open(log, "w") if log else None  # noqa: SIM115
+    try:
+        for epoch in range(epochs):
+            for batch in _watched(batches(epoch), None if steps is None else steps - len(losses)):
+                loss = session.run(*(batch if isinstance(batch, (tuple, list)) else (batch,))).loss
+                losses.append(float(loss.mean()) if loss is not None else 0.0)
+                if lines:
+                    lines.write(json_lib.dumps({"step": len(losses), "epoch": epoch + 1, "loss": losses[-1]}) + "\n")
+                now = time.perf_counter()
+                if not json and now - last > 2.0:
+                    err.print(f"epoch {epoch + 1}/{epochs}, step {len(losses)}: loss {losses[-1]:.4f}, "
+                              f"{len(losses) / (now - begin):.0f} steps/s", markup=False)  # fmt: skip
+                    last = now
+    finally:
+        if lines:
+            lines.close()
+    took = time.perf_counter() - begin
+    if not losses:
+        raise UserError("data-empty", "the data gave no whole batch", found=data,
+                        expected=f"at least {session.manifest.inputs[0].type.shape} of {session.manifest.inputs[0].name}")  # fmt: skip
+    if save:
+        session.save(save)
+    summary = {"steps": len(losses), "seconds": round(took, 3), "steps_per_second": round(len(losses) / took, 1),
+               "first_loss": losses[0], "last_loss": losses[-1], "device": session.device_name,
+               "saved": str(save) if save else None, "log": str(log) if log else None}  # fmt: skip
+    if json:
+        print_json(summary)
+    else:
+        tail = losses[-max(1, len(losses) // 20) :]
+        out.print(f"{len(losses)} steps in {took:.2f} s ({len(losses) / took:.0f} steps/s) on {session.device_name}; "
+                  f"loss {losses[0]:.4f} -> {sum(tail) / len(tail):.4f}" + (f"; saved {save}" if save else ""))  # fmt: skip
+
+
+def _watched(batches: Iterable[Any], limit: int | None) -> Iterator[Any]:
+    """The batches, `limit` of them at most; an exception in the user's data code is reported as the user's."""
+    iterator = iter(batches)
+    for _ in itertools.count() if limit is None else range(limit):
+        with user_code("reading the data"):
+            batch = next(iterator, None)
+        if batch is None:
+            return
+        yield batch
+
+
+def _batches(data: str, folder: Path | None, session: Any, seed: int) -> Callable[[int], Iterable[Any]]:
+    """A function from the epoch's number to its batches."""
+    from ..check.check import random_inputs
+    from ..zoo import digits
+
+    manifest = session.manifest
+    rows = manifest.inputs[0].type.shape[0] * manifest.num_micro_batches if manifest.inputs[0].type.shape else 1
+    if data == "random":
+        return lambda epoch: [random_inputs(session.artifact, seed + epoch)]
+    if data == "digits":
+        x, y = digits.load("train", folder)
+        shape = manifest.inputs[0].type.shape
+        return lambda epoch: ((a.reshape(rows, *shape[1:]), b) for a, b in digits.batches(x, y, rows, seed + epoch))
+    function = find_function(data)
+    takes = len(inspect.signature(function).parameters)
+    return lambda epoch: function(rows) if takes else function()

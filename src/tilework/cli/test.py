@@ -1,0 +1,60 @@
+"""tilework test: the artifact beside the user's untouched module, tensor by tensor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from .common import load_step, out, print_json, progress
+
+NAME = "test"
+HELP = "Compare an artifact with the model it was made from: outputs, gradients, updated parameters, optimizer state."
+EXAMPLE = "Example: tilework test out/lenet.pef tilework.zoo.lenet:build   (without the build function: graph only)"
+
+
+def command(
+    artifact: Annotated[Path, typer.Argument(help="The .pef file.")],
+    build: Annotated[str | None, typer.Argument(help="The build function it was compiled from.")] = None,
+    device: Annotated[str | None, typer.Option(help="Run on this device instead of the artifact's own.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="name=value for the build function.")] = None,
+    all_rows: Annotated[bool, typer.Option("--all", help="Show every tensor, not only those that differ.")] = False,
+    trust: Annotated[bool, typer.Option(help="Accept a file that others could have changed.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    from ..check.check import check
+
+    step = load_step(build, set_ or []) if build else None
+    with progress(quiet=json) as report:
+        report("running the artifact and the reference")
+        result = check(artifact, step, device=device, trust=trust)
+    first = result.first_difference
+    if json:
+        print_json({"ok": result.ok, "mode": result.mode, "device": result.device,
+                    "first_difference": vars(first) if first else None, "rows": [vars(r) for r in result.rows]})  # fmt: skip
+    else:
+        _show(result, all_rows or not result.ok)
+    if not result.ok:
+        raise typer.Exit(1)
+
+
+def _show(result: object, every: bool) -> None:
+    rows = result.rows  # type: ignore[attr-defined]
+    table = Table(box=None, pad_edge=False)
+    for column in ("kind", "tensor", "error", "tolerance", "", ""):
+        table.add_column(column, justify="right" if column in ("error", "tolerance") else "left")
+    if every:
+        for r in rows:
+            table.add_row(r.kind, r.name, f"{r.error:.1e}", f"{r.tolerance:.0e}", "pass" if r.ok else "FAIL", r.note)
+    else:
+        for kind in dict.fromkeys(r.kind for r in rows):
+            of_kind = [r for r in rows if r.kind == kind]
+            worst = max(of_kind, key=lambda r: r.error / r.tolerance if r.tolerance else r.error)
+            table.add_row(kind, f"{len(of_kind)} tensors, worst {worst.name}", f"{worst.error:.1e}", f"{worst.tolerance:.0e}", "pass")
+    out.print(table)
+    first = result.first_difference  # type: ignore[attr-defined]
+    verdict = "pass" if first is None else f"FAIL: first difference in {first.kind} {first.name}"
+    against = "your module in eager PyTorch" if result.mode == "module" else "its own graph only"  # type: ignore[attr-defined]
+    out.print(f"{verdict}  ({len(rows)} tensors on {result.device}, against {against})", markup=False)  # type: ignore[attr-defined]

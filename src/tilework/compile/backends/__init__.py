@@ -1,0 +1,34 @@
+"""One file per device. A backend turns a Plan's programs into members of the artifact, and says what they will need."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ...plan.plan import Plan
+from ..cache import Cache
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Built:
+    """What a backend made: native code by program name, further members, and what a machine must have to run them."""
+
+    code: dict[str, bytes] = field(default_factory=dict)
+    driver: bytes | None = None
+    features: list[str] = field(default_factory=list)
+    glibc: list[int] = field(default_factory=list)
+    notes: dict[str, str] = field(default_factory=dict)  # program -> "cached", or why it was compiled
+
+
+class Backend(Protocol):
+    def build(self, name: str, plan: Plan, cache: Cache | None, report: Report) -> Built: ...
+
+
+def backend_for(device: str) -> Backend:
+    """The backend in the file of that name."""
+    module = importlib.import_module(f"{__name__}.{device}")
+    return module.backend  # type: ignore[no-any-return]

@@ -1,0 +1,81 @@
+"""cpu: every program becomes a shared library of native code, compiled by g++ from what Inductor generates."""
+
+from __future__ import annotations
+
+import platform
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from ...errors import MachineError
+from ...plan.plan import Plan
+from .. import codegen_cpu, toolchain
+from ..cache import Cache, Found
+from . import Built, Report
+
+CODE_VERSION = "1"  # raise it when the generated code or the driver changes for the same graph
+DRIVER = Path(__file__).parent.parent / "driver.cpp"
+
+
+class CpuBackend:
+    def build(self, name: str, plan: Plan, cache: Cache | None, report: Report) -> Built:
+        if platform.system() != "Linux":
+            raise MachineError("device-platform", "the cpu device needs Linux", found=platform.system(),
+                               fix="use --device reference")  # fmt: skip
+        cache = cache or Cache()
+        options = plan.options
+        common = {
+            "torch": torch.__version__,
+            "compiler": toolchain.compiler_version(),
+            "flags": " ".join(toolchain.flags(options)),
+            "features": " ".join(toolchain.needed_features(options)),
+            "code_version": CODE_VERSION,
+        }
+        header: Path | None = None
+
+        def compile_source(source: str, program: str, scratch: Path) -> bytes:
+            return toolchain.shared_library(source, options, scratch, program, header)
+
+        def build_driver(scratch: Path) -> bytes:
+            return toolchain.shared_library(DRIVER.read_text(), options, scratch, "driver", None)
+
+        # Code is generated here, one program after the other (Inductor is Python); g++ works beside it.
+        waiting: dict[str, tuple[dict[str, str], str]] = {}
+        found: dict[str, Found] = {}
+        for program, graph in plan.programs.items():
+            parts = {**common, "graph": graph.digest(), "abi": graph.abi()}
+            hit = cache._read(cache.key(parts))
+            if hit is not None:
+                found[program] = Found(hit, True, "")
+            else:
+                waiting[program] = (parts, "")
+        with ThreadPoolExecutor(max_workers=2) as pool:
+            futures = {}
+            driver_parts = {**common, "driver": DRIVER.read_text()}
+            driver = pool.submit(cache.get, "driver", driver_parts, build_driver)
+            if waiting:
+                report("preparing the compiler's headers (once)")
+                with cache.lock("header"):
+                    header = toolchain.precompiled_header(options, cache.folder / "headers")
+            for i, (program, (parts, _)) in enumerate(waiting.items()):
+                report(f"generating code for {program} ({i + 1} of {len(waiting)})")
+                source = codegen_cpu.generate(plan.programs[program], options, cache.folder / "inductor")
+                job = partial(compile_source, source, program)
+                futures[program] = pool.submit(cache.get, f"{name}.{program}", parts, job)
+            for program, future in futures.items():
+                report(f"compiling {program}")
+                found[program] = future.result()
+            driver_code = driver.result().code
+        code = {program: found[program].code for program in plan.programs}
+        return Built(
+            code=code,
+            driver=driver_code,
+            features=toolchain.needed_features(options),
+            glibc=toolchain.glibc_needed([*code.values(), driver_code]),
+            notes={p: "from the cache" if f.hit else f"compiled ({f.why})" for p, f in found.items()},
+        )
+
+
+backend = CpuBackend()

@@ -1,0 +1,15 @@
+"""reference: plain eager PyTorch replays the graphs, which every artifact carries. There is nothing to build."""
+
+from __future__ import annotations
+
+from ...plan.plan import Plan
+from ..cache import Cache
+from . import Built, Report
+
+
+class ReferenceBackend:
+    def build(self, name: str, plan: Plan, cache: Cache | None, report: Report) -> Built:
+        return Built(notes={program: "replayed" for program in plan.programs})
+
+
+backend = ReferenceBackend()

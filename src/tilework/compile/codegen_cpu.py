@@ -1,0 +1,192 @@
+"""A Graph to C++: Inductor writes the kernels and the calls between them, we keep its body and drop its container.
+
+Inductor's ahead-of-time output is one wrapper.cpp: about 600 lines of container that cost 4 s of g++ each, input checks,
+a `run_impl` and the kernels. A program here is a plain function over borrowed tensor handles, so only the body of
+`run_impl` and the kernels are kept. The places we cut at are checked; a version of torch that writes something else
+stops with our bug, not with wrong code.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ..artifact.graph import DTYPES, Graph, Ref
+from ..errors import BugError, Place, UserError
+from ..plan.options import Options
+
+aten = torch.ops.aten
+SIMD_BITS = {"x86-64-v3": 256, "x86-64-v4": 512, "baseline": 0}
+
+
+def to_fx(graph: Graph) -> torch.fx.GraphModule:
+    """The graph as fx: one placeholder a buffer, results stored with copy_, no outputs. Inductor stores in place."""
+    fx = torch.fx.Graph()
+    env: dict[str, torch.fx.Node] = {}
+    for i, buffer in enumerate(graph.buffers):
+        env[buffer] = fx.placeholder(f"arg{i}")
+
+    def arg(value: Any) -> Any:
+        if isinstance(value, Ref):
+            return env[value.name]
+        if isinstance(value, (list, tuple)):
+            return [arg(v) for v in value]
+        return value
+
+    for node in graph.nodes:
+        args, kwargs = tuple(arg(a) for a in node.args), {k: arg(v) for k, v in node.kwargs.items()}
+        env[node.name] = fx.call_function(operator_named(node.op), args, kwargs)
+    for buffer, value in graph.writes:
+        fx.call_function(aten.copy_.default, (env[buffer], env[value]))
+    fx.output(())
+    return torch.fx.GraphModule({}, fx)
+
+
+def operator_named(name: str) -> Any:
+    if name == "getitem":
+        import operator
+
+        return operator.getitem
+    namespace, op, overload = name.split(".")
+    return getattr(getattr(getattr(torch.ops, namespace), op), overload)
+
+
+@contextmanager
+def _inductor_cache(folder: Path) -> Iterator[None]:
+    """Inductor keeps its own files (header probes, instruction-set checks) in our cache instead of /tmp."""
+    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TORCHINDUCTOR_CACHE_DIR"]
+        else:
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
+
+
+def generate(graph: Graph, options: Options, scratch: Path) -> str:
+    """C++ source of one program."""
+    settings: dict[str, Any] = {
+        "aot_inductor.package": True,
+        "aot_inductor.package_cpp_only": True,
+        "cpp.dynamic_threads": True,  # as many threads as the session's tiles have cores
+        "fx_graph_cache": False,
+    }
+    if options.isa in SIMD_BITS:
+        settings["cpp.simdlen"] = SIMD_BITS[options.isa] or 1
+    mode = FakeTensorMode(static_shapes=True, shape_env=torch.fx.experimental.symbolic_shapes.ShapeEnv())
+    with mode:
+        inputs = [
+            torch.empty_strided(graph.types[b].shape, graph.types[b].stride, dtype=DTYPES[graph.types[b].dtype])
+            for b in graph.buffers
+        ]
+    with torch.no_grad(), warnings.catch_warnings(), _inductor_cache(scratch):
+        warnings.simplefilter("ignore")
+        try:
+            files = torch._inductor.aot_compile(to_fx(graph), tuple(inputs), options=settings)
+        except Exception as e:
+            raise _unsupported(graph, e) from e
+    wrapper = next(f for f in files if str(f).endswith(".cpp"))
+    return slim(Path(wrapper).read_text(), graph)
+
+
+def _unsupported(graph: Graph, error: Exception) -> Exception:
+    """Inductor names the operator it cannot lower; we find the user's line that asked for it."""
+    text = str(error)
+    for node in graph.nodes:
+        if node.op in text and node.where:
+            return UserError(
+                "compile-operator",
+                f"the cpu device has no code for operator {node.op}",
+                places=[Place(node.where, node.source, text.splitlines()[0], "write it with other PyTorch operators")],
+            )
+    return BugError(
+        "compile-inductor",
+        f"program {graph.name} could not be turned into C++: {type(error).__name__}: {text.splitlines()[0] if text else ''}",
+        fix="compile with --device reference to go on, and report this",
+    )
+
+
+_RUN = re.compile(r"\nvoid AOTInductorModel::run_impl\(.*?\n\) \{\n(.*?)\n\} // AOTInductorModel::run_impl\n", re.S)
+_DECLARED = re.compile(r'^extern "C" .*?\(.*?\);$|^CACHE_TORCH_\w+\(\w+\);$|^static constexpr .*?;$', re.S | re.M)
+_INPUT = re.compile(r"^ *auto (\w+) = std::move\(inputs\[(\d+)\]\);$", re.M)
+_OMIT = re.compile(
+    r"^ *(?:if \(_check_aoti_runtime_check_inputs_env\(\)\).*|__check_inputs_outputs\(.*|inputs\.clear\(\);|"
+    r"auto inputs = steal_from_raw_handles.*|\[\[maybe_unused\]\] auto& kernels = .*)$\n",
+    re.M,
+)
+
+
+def slim(text: str, graph: Graph) -> str:
+    """Cuts Inductor's wrapper.cpp down to `int tilework_run(AtenTensorHandle* buffers, char* error, size_t size)`."""
+
+    def expect(found: Any, what: str) -> Any:
+        if not found:
+            raise BugError(
+                "compile-wrapper",
+                f"torch {torch.__version__} wrote a wrapper that this version of Tilework does not know: no {what}",
+                fix="use torch 2.11 to 2.13",
+            )
+        return found
+
+    run = expect(_RUN.search(text), "run_impl")
+    body, kernels = run.group(1) + "\n", text[run.end() :]
+    kernels = kernels[expect(re.search(r"#include .*cpp_prefix\.h", kernels), "cpp_prefix.h").start() :]
+    head_start = expect(text.find('} // extern "C"') + 1, "interface") - 1
+    head = text[head_start : text.find("namespace torch::aot_inductor {", head_start)]
+    declarations = "\n".join(_DECLARED.findall(head))
+    if "proxy_executor" in body:
+        raise _needs_dispatcher(body, graph)
+    if "constants_" in body:
+        raise BugError("compile-constants", f"program {graph.name}: the generated code has constants of its own")
+    names = {int(i): name for name, i in _INPUT.findall(body)}
+    expect(sorted(names) == list(range(len(graph.buffers))), "list of inputs")
+    body = _OMIT.sub("", body)
+    body = _INPUT.sub(r"    ConstantHandle \1(buffers[\2]);", body)
+    for name in names.values():
+        body = re.sub(rf"^ *{name}\.reset\(\);$\n", "", body, flags=re.M)
+    body = body.replace("this->device_idx_", "0")
+    expect("this->" not in body, "independent body")
+    return f"""// Tilework program {graph.name}
+#include <cstdio>
+#include <torch/csrc/inductor/aoti_include/cpu.h>
+{kernels}
+{declarations}
+namespace torch::aot_inductor {{
+static void run(AtenTensorHandle* buffers) {{
+{body}
+}}
+}}  // namespace torch::aot_inductor
+extern "C" __attribute__((visibility("default"))) const char tilework_abi[] = "{graph.abi()}";
+extern "C" __attribute__((visibility("default"))) int tilework_run(
+    AtenTensorHandle* buffers, char* error, size_t size) {{
+  try {{
+    torch::aot_inductor::run(buffers);
+    return 0;
+  }} catch (const std::exception& e) {{
+    snprintf(error, size, "%s", e.what());
+    return 1;
+  }}
+}}
+"""
+
+
+def _needs_dispatcher(body: str, graph: Graph) -> Exception:
+    """Operators without a plain C entry would need Python's dispatcher at run time."""
+    names = sorted(set(re.findall(r"torch\.ops\.([\w.]+)", body)) & {n.op for n in graph.nodes}) or ["unknown"]
+    nodes = [n for n in graph.nodes if n.op in names and n.where]
+    return UserError(
+        "compile-operator",
+        f"the cpu device has no native code for: {', '.join(names)}",
+        places=[Place(n.where, n.source, f"{n.op} has no native entry point", "use other PyTorch operators") for n in nodes],
+        fix="use other operators, or compile with --device reference",
+    )

@@ -1,0 +1,96 @@
+// The driver: the only code between Python and the programs. One call runs any number of steps.
+//
+// It owns nothing. Buffers belong to the session; handles are made once, when the session starts, and borrowed by the
+// programs. A step copies its inputs to their buffers, runs its programs, and copies its outputs away.
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+typedef int (*ProgramFunction)(AtenTensorHandle*, char*, size_t);
+
+struct Program {
+  ProgramFunction run;
+  AtenTensorHandle* buffers;
+};
+
+struct Copy {       // between a session buffer and memory of the caller
+  char* buffer;
+  char* outside;    // moves on by `stride` bytes with each micro-batch
+  int64_t bytes;
+  int64_t stride;
+};
+
+struct Random {     // seed of a micro-batch = splitmix64(base + counter); the counter lives in the session
+  uint64_t base;
+  uint64_t counter;
+  int64_t* seed;
+};
+
+struct Call {
+  int64_t num_steps;
+  int64_t num_micro_batches;  // calls of `micro` to one call of `update`
+  Program micro;
+  Program update;             // run may be null: nothing after the micro-batches
+  Copy* inputs;
+  int64_t num_inputs;
+  Copy* outputs;
+  int64_t num_outputs;
+  Copy* zeroed;               // gradient buffers, set to zero before the first micro-batch of a step
+  int64_t num_zeroed;
+  Random* random;             // null: keep the seed, as bwd must
+  int64_t steps_done;         // on return: how many whole steps
+  const float* loss;          // the loss buffer, null where there is none
+  int32_t stop_at_nan;
+};
+
+static int64_t next_seed(Random* r) {
+  r->counter += 1;
+  uint64_t z = r->base + r->counter * 0x9E3779B97F4A7C15ull;
+  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+  z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+  return (int64_t)((z ^ (z >> 31)) & 0x7FFFFFFFFFFFFFFFull);
+}
+
+// 0: done. 1: a program failed, `error` says why. 2: the loss is not a number.
+EXPORT int tilework_call(Call* call, char* error, size_t size) {
+  call->steps_done = 0;
+  int64_t at = 0;
+  for (int64_t step = 0; step < call->num_steps; ++step) {
+    for (int64_t i = 0; i < call->num_zeroed; ++i) memset(call->zeroed[i].buffer, 0, call->zeroed[i].bytes);
+    for (int64_t micro = 0; micro < call->num_micro_batches; ++micro, ++at) {
+      for (int64_t i = 0; i < call->num_inputs; ++i) {
+        const Copy& c = call->inputs[i];
+        memcpy(c.buffer, c.outside + at * c.stride, c.bytes);
+      }
+      if (call->random) *call->random->seed = next_seed(call->random);
+      if (call->micro.run(call->micro.buffers, error, size)) return 1;
+      for (int64_t i = 0; i < call->num_outputs; ++i) {
+        const Copy& c = call->outputs[i];
+        memcpy(c.outside + at * c.stride, c.buffer, c.bytes);
+      }
+      if (call->loss && call->stop_at_nan && !(*call->loss == *call->loss)) return 2;
+    }
+    if (call->update.run && call->update.run(call->update.buffers, error, size)) return 1;
+    call->steps_done = step + 1;
+  }
+  return 0;
+}
+
+EXPORT int tilework_tensor(void* data, int64_t dims, const int64_t* shape, const int64_t* stride, int32_t dtype,
+                           AtenTensorHandle* handle) {
+  return aoti_torch_create_tensor_from_blob(data, dims, shape, stride, 0, dtype, aoti_torch_device_type_cpu(), 0, handle);
+}
+
+EXPORT void tilework_free(AtenTensorHandle handle) { aoti_torch_delete_tensor_object(handle); }
+
+EXPORT int32_t tilework_dtype(const char* name) {
+#define DTYPE(text, code) if (!strcmp(name, text)) return aoti_torch_dtype_##code();
+  DTYPE("float32", float32) DTYPE("float64", float64) DTYPE("bfloat16", bfloat16) DTYPE("float16", float16)
+  DTYPE("int64", int64) DTYPE("int32", int32) DTYPE("int16", int16) DTYPE("int8", int8) DTYPE("uint8", uint8)
+  DTYPE("bool", bool) DTYPE("complex64", complex64)
+  return -1;
+}

@@ -1,0 +1,140 @@
+"""g++: flags, the precompiled header, object files, shared libraries. Nothing here knows what the code is for."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from ..errors import BugError, MachineError
+from ..plan.options import Options
+
+_TORCH = Path(torch.__file__).parent
+INCLUDES = [str(_TORCH / "include"), str(_TORCH / "include/torch/csrc/api/include"), sysconfig.get_paths()["include"]]
+
+# The numeric flags are Inductor's own: strict IEEE but for contraction-free, trap-free code. -fwrapv: integers wrap.
+_FLAGS = (
+    "-std=c++20 -fPIC -DNDEBUG -fno-trapping-math -ffp-contract=off -fno-math-errno -fno-signed-zeros -fwrapv "
+    "-fno-tree-loop-vectorize -fopenmp -fvisibility=hidden -Wno-psabi -w "
+    "-DTORCH_INDUCTOR_CPP_WRAPPER -DSTANDALONE_TORCH_HEADER -DC10_USING_CUSTOM_GENERATED_MACROS"
+).split()
+
+# What each level promises, in /proc/cpuinfo's names (x86-64 psABI).
+_V3 = "avx avx2 bmi1 bmi2 f16c fma abm movbe xsave".split()
+_V4 = [*_V3, *"avx512f avx512bw avx512cd avx512dq avx512vl".split()]
+LEVELS = {"baseline": [], "x86-64-v3": _V3, "x86-64-v4": _V4}
+_NATIVE = [*_V4, *"avx512vbmi avx512_vbmi2 avx512_vnni avx512_bitalg avx512_vpopcntdq avx512_bf16 avx512_fp16 avx512ifma "
+           "avx_vnni amx_bf16 amx_tile amx_int8 gfni vaes vpclmulqdq sha_ni adx rdseed sse4a".split()]  # fmt: skip
+
+
+@functools.cache
+def cpu_features() -> frozenset[str]:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return frozenset()
+    flags = re.search(r"^flags\s*:\s*(.*)$", text, re.M)
+    return frozenset(flags.group(1).split()) if flags else frozenset()
+
+
+def needed_features(options: Options) -> list[str]:
+    """Instruction-set extensions that code compiled with these options may use."""
+    if options.isa != "native":
+        return LEVELS[options.isa]
+    return [f for f in _NATIVE if f in cpu_features()]
+
+
+@functools.cache
+def compiler() -> str:
+    """Path of g++. $CXX is honoured where it names something that exists."""
+    for name in (os.environ.get("TILEWORK_CXX"), "/usr/bin/g++", "g++", os.environ.get("CXX"), "c++"):
+        path = shutil.which(name) if name else None
+        if path:
+            return path
+    raise MachineError(
+        "compiler-missing",
+        "compiling for the cpu device needs a C++ compiler, and none was found",
+        expected="g++ 10 or later",
+        fix="apt-get install g++   (running an artifact needs no compiler; --device reference neither)",
+    )
+
+
+@functools.cache
+def compiler_version() -> str:
+    return subprocess.run([compiler(), "--version"], capture_output=True, text=True).stdout.splitlines()[0]
+
+
+def flags(options: Options) -> list[str]:
+    march = {"native": "-march=native", "baseline": "-march=x86-64"}.get(options.isa, f"-march={options.isa}")
+    features = set(needed_features(options))
+    capability = "AVX512" if "avx512f" in features else "AVX2" if "avx2" in features else "DEFAULT"
+    if platform.machine() != "x86_64":
+        march, capability = "-march=native", "DEFAULT"
+    return [*_FLAGS, f"-O{options.opt_level}", march, f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}",
+            *(f"-I{i}" for i in INCLUDES)]  # fmt: skip
+
+
+def run(command: Sequence[str], what: str) -> None:
+    try:
+        done = subprocess.run(list(command), capture_output=True, text=True)
+    except OSError as e:
+        raise MachineError("compiler-failed", f"{what}: the compiler could not be started: {e}") from e
+    if done.returncode == 0:
+        return
+    text = (done.stderr or done.stdout).strip()
+    if "No space left on device" in text:
+        raise MachineError("disk-full", f"{what}: no space left on the device", fix="free some space, or set TILEWORK_CACHE")
+    if done.returncode < 0:
+        raise MachineError("compiler-failed", f"{what}: the compiler was ended by signal {-done.returncode}",
+                           fix="check memory; a smaller model or --opt-level 1 needs less")  # fmt: skip
+    first = next((line for line in text.splitlines() if "error" in line), text[:300])
+    raise BugError("compile-native", f"{what}: the generated code was refused by the compiler", found=first[:500])
+
+
+HEADER = "#include <cstdio>\n#include <torch/csrc/inductor/aoti_include/cpu.h>\n#include <torch/csrc/inductor/cpp_prefix.h>\n"
+
+
+def precompiled_header(options: Options, folder: Path) -> Path:
+    """The header that every program includes, compiled once a set of flags (about 6 s and 150 MB). Returns its path."""
+    key = hashlib.sha256("\n".join([*flags(options), compiler_version(), torch.__version__, HEADER]).encode()).hexdigest()
+    header = folder / f"tilework-{key[:16]}.h"
+    compiled = header.with_suffix(".h.gch")
+    if not compiled.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        part = folder / f".{os.getpid()}-{header.name}"
+        part.write_text(HEADER)
+        out = folder / f".{os.getpid()}-{compiled.name}"
+        try:
+            run([compiler(), *flags(options), "-x", "c++-header", str(part), "-o", str(out)], "precompiled header")
+            part.replace(header)
+            out.replace(compiled)
+        finally:
+            part.unlink(missing_ok=True)
+            out.unlink(missing_ok=True)
+    return header
+
+
+def shared_library(source: str, options: Options, scratch: Path, name: str, header: Path | None) -> bytes:
+    """Compile one source file and link it against torch's C interface. OpenMP comes from torch's own copy."""
+    cpp, obj, so = scratch / f"{name}.cpp", scratch / f"{name}.o", scratch / f"{name}.so"
+    cpp.write_text(source)
+    include = ["-include", str(header)] if header else []
+    run([compiler(), *flags(options), *include, "-c", str(cpp), "-o", str(obj)], f"program {name}")
+    run([compiler(), "-shared", "-o", str(so), str(obj), "-Wl,--no-as-needed", f"-L{_TORCH / 'lib'}", "-ltorch_cpu",
+         "-lc10", "-Wl,-s"], f"program {name}")  # fmt: skip
+    return so.read_bytes()
+
+
+def glibc_needed(libraries: Sequence[bytes]) -> list[int]:
+    """The newest glibc version that the libraries ask for, read from their symbol versions."""
+    found = [tuple(map(int, m.split(b"."))) for lib in libraries for m in re.findall(rb"GLIBC_(\d+\.\d+)\0", lib)]
+    return list(max(found, default=(2, 17)))

@@ -1,0 +1,67 @@
+"""What a graph costs: floating-point operations, bytes moved, and the peak of its temporaries. Estimates from shapes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ..artifact.graph import Graph, Node, Ref, TensorType
+
+_VIEWS = {"t", "transpose", "permute", "view", "_unsafe_view", "expand", "unsqueeze", "squeeze", "slice", "select",
+          "alias", "as_strided", "split", "unbind", "detach"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Cost:
+    flops: int
+    bytes: int  # what the graph's buffers hold, each counted once for a read and once for a write
+    temporary_bytes: int  # peak of live intermediate results, before fusion: an upper bound
+
+
+def cost_of(graph: Graph) -> Cost:
+    types: dict[str, TensorType | None] = dict(graph.types)
+    for node in graph.nodes:
+        types[node.name] = node.types[0] if node.types else None
+    flops = sum(_flops(node, types) for node in graph.nodes)
+    moved = sum(graph.types[b].num_bytes for b in graph.reads) + sum(graph.types[b].num_bytes for b in graph.written)
+    return Cost(flops, moved, _peak(graph))
+
+
+def _shape(arg: object, types: dict[str, TensorType | None]) -> tuple[int, ...]:
+    kind = types.get(arg.name) if isinstance(arg, Ref) else None
+    return kind.shape if kind is not None else ()
+
+
+def _flops(node: Node, types: dict[str, TensorType | None]) -> int:
+    op = node.op.split(".")[1] if "." in node.op else node.op
+    out = node.types[0] if node.types else None
+    if op in ("mm", "bmm"):
+        return 2 * (out.numel if out else 0) * _shape(node.args[0], types)[-1]
+    if op in ("addmm", "baddbmm"):
+        return 2 * (out.numel if out else 0) * _shape(node.args[1], types)[-1]
+    if op == "convolution":
+        return 2 * (out.numel if out else 0) * math.prod(_shape(node.args[1], types)[1:])
+    if op == "convolution_backward":
+        once = 2 * math.prod(_shape(node.args[0], types)) * math.prod(_shape(node.args[2], types)[1:])
+        return once * sum(bool(m) for m in node.args[-1][:2])
+    if op in _VIEWS or op == "getitem" or out is None:
+        return 0
+    return out.numel
+
+
+def _peak(graph: Graph) -> int:
+    last_use: dict[str, int] = {value: len(graph.nodes) for _, value in graph.writes}
+    for i, node in enumerate(graph.nodes):
+        for ref in node.refs():
+            last_use[ref] = max(last_use.get(ref, 0), i)
+    live = peak = 0
+    ends: dict[int, int] = {}
+    for i, node in enumerate(graph.nodes):
+        op = node.op.split(".")[1] if "." in node.op else node.op
+        size = 0 if op in _VIEWS or op == "getitem" else sum(t.num_bytes for t in node.types if t)
+        live += size
+        peak = max(peak, live)
+        end = max(last_use.get(node.name, i), i)
+        ends[end] = ends.get(end, 0) + size
+        live -= ends.pop(i, 0)
+    return peak

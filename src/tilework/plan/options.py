@@ -1,0 +1,36 @@
+"""Options: everything that a user can choose about a compile, checked once at the edge."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..errors import UserError, did_you_mean
+
+DEVICES = ("cpu", "reference", "null")
+PASSES = ("fuse", "share_grads")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    device: str = "cpu"
+    programs: Literal["all", "fused", "sections"] = "all"  # which ways of running the artifact must support
+    isa: Literal["native", "x86-64-v3", "x86-64-v4", "baseline"] = "native"  # instruction set of native code
+    opt_level: int = 3  # of the native compiler; 1 compiles faster and runs a little slower
+    keep_momentum: bool = False  # room for momentum although the optimizer starts with none
+    keep_gradients: bool = False  # the fused step writes gradients to their buffers, so that they can be read
+    disable: tuple[str, ...] = ()  # passes to leave out
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.device not in DEVICES:
+            problems.append(f"device: found {self.device!r}; {did_you_mean(self.device, DEVICES)}")
+        if self.programs not in ("all", "fused", "sections"):
+            problems.append(f"programs: found {self.programs!r}; known: all, fused, sections")
+        if self.isa not in ("native", "x86-64-v3", "x86-64-v4", "baseline"):
+            problems.append(f"isa: found {self.isa!r}; known: native, x86-64-v3, x86-64-v4, baseline")
+        if self.opt_level not in (0, 1, 2, 3):
+            problems.append(f"opt_level: found {self.opt_level}, expected 0 to 3")
+        problems += [f"disable: no pass {p!r}; {did_you_mean(p, PASSES)}" for p in self.disable if p not in PASSES]
+        if problems:
+            raise UserError("options", "the compile options are wrong:\n    " + "\n    ".join(problems))

@@ -1,0 +1,96 @@
+"""plan(StepGraph, Options) -> Plan: which programs there will be, what memory they need, what they cost.
+
+A pure function. A Plan can be printed before anything is built.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..artifact.graph import Graph, TensorType
+from ..capture.capture import StepGraph
+from ..errors import UserError
+from .cost import Cost, cost_of
+from .options import Options
+from .passes import accumulate, join
+
+
+@dataclass(frozen=True)
+class Plan:
+    step: StepGraph
+    options: Options
+    programs: dict[str, Graph]  # name -> graph over buffers
+    sections: dict[str, tuple[str, ...]]  # program -> the sections it carries out
+    buffers: dict[str, TensorType]  # every buffer that a session allocates
+    costs: dict[str, Cost]
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes by kind of buffer, and the largest program's temporaries: what a session will need."""
+        total: dict[str, int] = {}
+        for name, kind in self.buffers.items():
+            group = name.split("/")[0]
+            total[group] = total.get(group, 0) + kind.num_bytes
+        total["temporary"] = max((c.temporary_bytes for c in self.costs.values()), default=0)
+        return total
+
+    def __str__(self) -> str:
+        lines = []
+        for name, graph in self.programs.items():
+            cost = self.costs[name]
+            sections = "+".join(self.sections[name])
+            lines.append(
+                f"{name:<11} {sections:<12} {len(graph.nodes):>5} operators  {cost.flops / 1e6:>9.2f} Mflop  "
+                f"{cost.bytes / 1e6:>8.2f} MB moved"
+            )
+        memory = self.memory
+        lines.append(f"memory {sum(memory.values()) / 1e6:.2f} MB: " + ", ".join(
+            f"{k} {v / 1e6:.2f}" for k, v in sorted(memory.items(), key=lambda kv: -kv[1]) if v))  # fmt: skip
+        return "\n".join(lines)
+
+
+def plan(step: StepGraph, options: Options) -> Plan:
+    sections = step.sections
+    programs: dict[str, Graph] = {}
+    carries: dict[str, tuple[str, ...]] = {}
+
+    def add(name: str, graph: Graph, *carried: str) -> None:
+        programs[name], carries[name] = graph, carried
+
+    fuse = "fuse" not in options.disable and options.programs != "sections"
+    micro = step.num_micro_batches
+    if "joint" in sections and (fuse or micro > 1):
+        if micro > 1:
+            add("accumulate", accumulate(sections["joint"], micro, step.accumulate), "fwd", "bwd")
+        elif "opt" in sections:
+
+            def keep(buffer: str) -> bool:
+                return options.keep_gradients or not buffer.startswith("grad/") or buffer.startswith("grad/input/")
+
+            add("step", join("step", [sections["joint"], sections["opt"]], keep), "fwd", "bwd", "opt")
+        else:  # gradients only: no optimizer
+            add("step", join("step", [sections["joint"]], lambda _: True), "fwd", "bwd")
+    if options.programs in ("all", "sections") or "joint" not in sections or not fuse:
+        for name in ("fwd", "bwd"):
+            if name in sections:
+                add(name, sections[name], name)
+    if "opt" in sections and ("bwd" in programs or micro > 1):
+        add("opt", sections["opt"], "opt")
+    add("infer", sections["infer"], "infer")
+    if micro > 1 and not step.losses:
+        raise UserError(
+            "accumulate-loss",
+            "gradient accumulation needs a loss that is computed on the device",
+            found="no loss: forward returns no scalar, and no loss function was given",
+            expected="loss=... (a function, or the position of the loss among forward's outputs)",
+        )
+    buffers: dict[str, TensorType] = {}
+    for graph in programs.values():
+        for buffer, kind in graph.types.items():
+            buffers.setdefault(buffer, kind)
+    for name, kind in step.inputs.items():
+        buffers.setdefault(f"input/{name}", kind)
+    for buffer, tensor in step.weights.items():
+        buffers.setdefault(buffer, TensorType.of(tensor))
+    costs = {name: cost_of(graph) for name, graph in programs.items()}
+    return Plan(step, options, programs, carries, buffers, costs)

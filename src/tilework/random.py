@@ -1,0 +1,251 @@
+"""Random numbers as a pure function of (seed, site, index): the same on every device, and in eager PyTorch.
+
+A training step must be able to draw a dropout mask inside compiled code, draw the very same mask again in the backward
+section, and let `test` give the user's untouched module that mask too. So nothing here has hidden state: a number is a
+hash of the step's seed, of which random call of the step this is (its site), and of the element's index.
+
+The hash is two rounds of a 32-bit mixer, written with int64 tensors whose values stay below 2**63, so no operation
+overflows and every backend gives the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+MASK32 = 0xFFFFFFFF
+aten = torch.ops.aten
+
+
+def _mix(x: Any) -> Any:
+    """A bijection of 32-bit values with near-ideal avalanche. Works on ints and on int64 tensors in [0, 2**32)."""
+    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & MASK32
+    x = ((x ^ (x >> 15)) * 0x735A2D97) & MASK32
+    return x ^ (x >> 15)
+
+
+def bits(shape: Sequence[int], seed: Tensor, site: int) -> Tensor:
+    """int64 values, uniform in [0, 2**32). `seed` is a 0-dim int64 tensor, not negative."""
+    low, high = seed & MASK32, (seed >> 32) & MASK32
+    key1 = _mix(low ^ _mix(site + 1))
+    key2 = _mix(high ^ key1)
+    index = torch.arange(math.prod(shape), dtype=torch.int64, device=seed.device)
+    return _mix((_mix(index ^ key1) + key2) & MASK32).reshape(tuple(shape))
+
+
+def uniform(shape: Sequence[int], seed: Tensor, site: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Uniform in [0, 1): 24 random bits, which float32 holds exactly."""
+    return ((bits(shape, seed, site) >> 8).to(torch.float32) * 2.0**-24).to(dtype)
+
+
+def normal(shape: Sequence[int], seed: Tensor, site: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Standard normal, by Box and Muller from two uniforms. Uses sites `site` and `site` with the top bit set."""
+    u1, u2 = uniform(shape, seed, site), uniform(shape, seed, site | 0x40000000)
+    return (torch.sqrt(-2.0 * torch.log(1.0 - u1)) * torch.cos((2.0 * math.pi) * u2)).to(dtype)
+
+
+def keep_mask(shape: Sequence[int], seed: Tensor, site: int, p: Tensor) -> Tensor:
+    """True where dropout keeps an element. `p`, the probability to drop, is a 0-dim float64 tensor."""
+    threshold = (p * 2.0**32).to(torch.int64)
+    return bits(shape, seed, site) >= threshold
+
+
+def next_seed(base: int, counter: int) -> int:
+    """The seed of the counter-th micro-batch: splitmix64, without its sign bit. The native driver has the same function."""
+    z = (base + (counter + 1) * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    return (z ^ (z >> 31)) & 0x7FFFFFFFFFFFFFFF
+
+
+@dataclass(frozen=True)
+class DropoutSite:
+    """A dropout call of the model whose probability is a run-time input."""
+
+    name: str  # hyperparameter name, such as "encoder.drop.p"
+    p: float
+
+
+def _feature_shape(func: Callable[..., Any], shape: Sequence[int]) -> tuple[int, ...]:
+    """Shape of the mask: one value an element for dropout, one a channel for dropout1d, 2d and 3d."""
+    if func is F.dropout:
+        return tuple(shape)
+    unbatched = (func is F.dropout1d and len(shape) == 2) or (func is F.dropout3d and len(shape) == 4)
+    kept = 1 if unbatched else 2
+    return tuple(shape[:kept]) + (1,) * (len(shape) - kept)
+
+
+DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d)
+
+
+class _Dropout(TorchFunctionMode):
+    """Replaces F.dropout and its channel-wise kin by a seeded mask with a run-time probability."""
+
+    def __init__(self, owner: SeededRandom) -> None:
+        super().__init__()
+        self.owner = owner
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        kwargs = kwargs or {}
+        if func in DROPOUTS:
+            return self._dropout(func, *args, **kwargs)
+        if func is F.scaled_dot_product_attention and (kwargs.get("dropout_p") or (len(args) > 4 and args[4])):
+            return self._attention(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _dropout(self, func, input, p=0.5, training=True, inplace=False):  # type: ignore[no-untyped-def]
+        if not training:
+            return input
+        site, p_input = self.owner.dropout_site(float(p))
+        keep = keep_mask(_feature_shape(func, input.shape), self.owner.seed, site, p_input)
+        scale = torch.where(p_input < 1.0, 1.0 / (1.0 - p_input), 0.0).to(input.dtype)
+        noise = keep.to(input.dtype) * scale
+        return input.mul_(noise) if inplace else input * noise
+
+    def _attention(self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, **kwargs):  # type: ignore[no-untyped-def]
+        if kwargs.get("enable_gqa"):
+            key = key.repeat_interleave(query.size(-3) // key.size(-3), -3)
+            value = value.repeat_interleave(query.size(-3) // value.size(-3), -3)
+        scores = query @ key.transpose(-2, -1) * (1 / math.sqrt(query.size(-1)) if scale is None else scale)
+        if is_causal:
+            causal = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=query.device).tril()
+            scores = scores.masked_fill(~causal, float("-inf"))
+        elif attn_mask is not None:
+            scores = scores.masked_fill(~attn_mask, float("-inf")) if attn_mask.dtype == torch.bool else scores + attn_mask
+        return self._dropout(F.dropout, torch.softmax(scores, dim=-1), dropout_p) @ value
+
+
+class SeededRandom(TorchDispatchMode):
+    """While active, every random operator of torch draws from (seed, site), sites being counted in program order.
+
+    `probabilities` holds the run-time dropout probability of each dropout site (0-dim float64 tensors). Without it the
+    sites are collected instead, with the probabilities that the model asks for.
+    """
+
+    def __init__(
+        self,
+        seed: Tensor,
+        probabilities: Sequence[Tensor] | None = None,
+        module_names: dict[int, str] | None = None,
+    ) -> None:
+        super().__init__()
+        self.seed = seed
+        self.probabilities = probabilities
+        self.module_names = module_names or {}
+        self.sites: list[DropoutSite] = []
+        self.num_calls = 0
+
+    def next_site(self) -> int:
+        self.num_calls += 1
+        return self.num_calls - 1
+
+    def dropout_site(self, p: float) -> tuple[int, Tensor]:
+        index = len(self.sites)
+        self.sites.append(DropoutSite(self._site_name(index), p))
+        if self.probabilities is None:
+            return self.next_site(), torch.tensor(p, dtype=torch.float64)
+        return self.next_site(), self.probabilities[index]
+
+    def _site_name(self, index: int) -> str:
+        """The path of the innermost module that is running, as it is named in the user's model."""
+        frame = sys._getframe(2)
+        while frame is not None:
+            path = self.module_names.get(id(frame.f_locals.get("self")))
+            if path is not None:
+                name = f"{path or 'model'}.p"
+                taken = sum(site.name.split("#")[0] == name for site in self.sites)
+                return f"{name}#{taken}" if taken else name
+            frame = frame.f_back  # type: ignore[assignment]
+        return f"dropout{index}.p"
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        handler = _RANDOM_OPERATORS.get(func)
+        if handler is None:
+            return func(*args, **(kwargs or {}))
+        return handler(self, *args, **(kwargs or {}))
+
+
+def _like(x: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None else x.dtype
+
+
+def _rand(r: SeededRandom, size, *, dtype=None, **_):  # type: ignore[no-untyped-def]
+    return uniform(size, r.seed, r.next_site(), dtype or torch.get_default_dtype())
+
+
+def _randn(r: SeededRandom, size, *, dtype=None, **_):  # type: ignore[no-untyped-def]
+    return normal(size, r.seed, r.next_site(), dtype or torch.get_default_dtype())
+
+
+def _rand_like(r: SeededRandom, x, *, dtype=None, **_):  # type: ignore[no-untyped-def]
+    return uniform(x.shape, r.seed, r.next_site(), _like(x, dtype))
+
+
+def _randn_like(r: SeededRandom, x, *, dtype=None, **_):  # type: ignore[no-untyped-def]
+    return normal(x.shape, r.seed, r.next_site(), _like(x, dtype))
+
+
+def _randint(r: SeededRandom, low, high, size, *, dtype=None, **_):  # type: ignore[no-untyped-def]
+    return (bits(size, r.seed, r.next_site()) % (high - low) + low).to(dtype or torch.int64)
+
+
+def _bernoulli(r: SeededRandom, x, p=None, **_):  # type: ignore[no-untyped-def]
+    """aten.bernoulli(x): x holds the probabilities. aten.bernoulli.p(x, p): x only gives shape and dtype."""
+    return (uniform(x.shape, r.seed, r.next_site()) < (x if p is None else p)).to(x.dtype)
+
+
+def _bernoulli_(r: SeededRandom, x, p=0.5, **_):  # type: ignore[no-untyped-def]
+    return x.copy_(uniform(x.shape, r.seed, r.next_site()) < p)
+
+
+def _uniform_(r: SeededRandom, x, low=0.0, high=1.0, **_):  # type: ignore[no-untyped-def]
+    return x.copy_(uniform(x.shape, r.seed, r.next_site(), x.dtype) * (high - low) + low)
+
+
+def _normal_(r: SeededRandom, x, mean=0.0, std=1.0, **_):  # type: ignore[no-untyped-def]
+    return x.copy_(normal(x.shape, r.seed, r.next_site(), x.dtype) * std + mean)
+
+
+def _exponential_(r: SeededRandom, x, rate=1.0, **_):  # type: ignore[no-untyped-def]
+    return x.copy_(-torch.log(1.0 - uniform(x.shape, r.seed, r.next_site(), x.dtype)) / rate)
+
+
+_RANDOM_OPERATORS: dict[Any, Callable[..., Any]] = {
+    aten.rand.default: _rand,
+    aten.randn.default: _randn,
+    aten.rand_like.default: _rand_like,
+    aten.randn_like.default: _randn_like,
+    aten.randint.default: lambda r, high, size, **k: _randint(r, 0, high, size, **k),
+    aten.randint.low: _randint,
+    aten.bernoulli.default: _bernoulli,
+    aten.bernoulli.p: _bernoulli,
+    aten.bernoulli_.float: _bernoulli_,
+    aten.bernoulli_.Tensor: _bernoulli_,
+    aten.uniform_.default: _uniform_,
+    aten.normal_.default: _normal_,
+    aten.exponential_.default: _exponential_,
+}
+
+RANDOM_OPERATORS = frozenset(_RANDOM_OPERATORS)
+
+
+@contextmanager
+def seeded(
+    seed: Tensor,
+    probabilities: Sequence[Tensor] | None = None,
+    module_names: dict[int, str] | None = None,
+) -> Iterator[SeededRandom]:
+    """Run eager PyTorch, or trace it, with seeded random numbers; yields the mode, whose `sites` fill up on the way."""
+    mode = SeededRandom(seed, probabilities, module_names)
+    with mode, _Dropout(mode):
+        yield mode

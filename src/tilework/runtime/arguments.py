@@ -1,0 +1,92 @@
+"""From what the user passes to a call to the flat, dense tensors that the driver copies: every mismatch is listed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..artifact.graph import DTYPES
+from ..artifact.manifest import Argument
+from ..artifact.structure import Structure, flatten
+from ..errors import UserError
+
+
+def _is_leaf(value: Any) -> bool:
+    return isinstance(value, (Tensor, np.ndarray))
+
+
+def _reorder(value: Any, structure: Structure) -> Any:
+    """Dicts in the order of keys that they were compiled with."""
+    kind, *rest = structure
+    if kind == "dict" and isinstance(value, dict) and set(value) == set(rest[0]):
+        return {k: _reorder(value[k], item) for k, item in rest[0].items()}
+    if kind in ("tuple", "list") and isinstance(value, (tuple, list)) and len(value) == len(rest):
+        return tuple(_reorder(v, item) for v, item in zip(value, rest, strict=True))
+    return value
+
+
+def flat_inputs(args: tuple[Any, ...], expected: list[Argument], structure: Structure) -> list[Tensor]:
+    """The input tensors in order. `args` may be nested as at compile time, or flat."""
+    if len(args) == 1 and isinstance(args[0], dict):
+        args = (_reorder(args[0], structure[1]),)
+    elif len(args) == 2 and isinstance(args[0], (dict, tuple, list)):
+        args = (_reorder(args[0], structure[1]), _reorder(args[1], structure[2]))
+    elif args:
+        args = tuple(_reorder(a, s) for a, s in zip(args, structure[1][1:], strict=False)) + args[len(structure[1]) - 1 :]
+    leaves, _ = flatten(args, _is_leaf)
+    if len(leaves) != len(expected):
+        wanted = ", ".join(f"{a.name} {a.type.dtype}{a.type.shape}" for a in expected)
+        raise UserError(
+            "input-count", "wrong number of input tensors",
+            found=f"{len(leaves)}: " + ", ".join(f"{str(v.dtype).removeprefix('torch.')}{list(v.shape)}" for v in leaves),
+            expected=f"{len(expected)}: {wanted}",
+        )  # fmt: skip
+    return [torch.as_tensor(leaf) for leaf in leaves]
+
+
+def slices(leaves: list[Tensor], expected: list[Argument], count: int, batch_dim: int | None) -> list[Tensor]:
+    """Each input as a dense tensor [count, ...]: one slice a micro-batch. Lists every wrong shape and dtype."""
+    problems, found = [], []
+    for value, argument in zip(leaves, expected, strict=True):
+        shape = tuple(argument.type.shape)
+        dtype = DTYPES[argument.type.dtype]
+        if value.dtype != dtype:
+            problems.append(f"{argument.name}: dtype is {str(value.dtype).removeprefix('torch.')}, expected {argument.type.dtype}")
+        value = value.detach()
+        whole = _whole_shape(shape, count, batch_dim)
+        if tuple(value.shape) == whole:
+            if count == 1:
+                found.append(value.contiguous().unsqueeze(0))
+            elif batch_dim == 0:
+                found.append(value.reshape(count, *shape).contiguous())
+            else:
+                found.append(torch.stack(value.chunk(count, dim=batch_dim or 0)).contiguous())
+        elif tuple(value.shape) == shape and (not shape or batch_dim is None):  # the same for every micro-batch
+            found.append(value.expand(count, *shape).contiguous())
+        else:
+            problems.append(f"{argument.name}: shape is {list(value.shape)}, expected {list(whole)}")
+    if problems:
+        more = f" ({count} micro-batches in this call)" if count > 1 else ""
+        raise UserError("input-mismatch", f"the inputs do not fit the artifact{more}:\n    " + "\n    ".join(problems),
+                        fix="shapes and dtypes are fixed at compile time: convert the input, or compile again")  # fmt: skip
+    return found
+
+
+def _whole_shape(shape: tuple[int, ...], count: int, batch_dim: int | None) -> tuple[int, ...]:
+    if count == 1 or not shape or batch_dim is None or batch_dim >= len(shape):
+        return shape
+    return (*shape[:batch_dim], shape[batch_dim] * count, *shape[batch_dim + 1 :])
+
+
+def joined(outputs: Tensor, batch_dim: int | None) -> Tensor:
+    """[count, ...] slices back in the user's form: one slice as it is, more of them side by side along the batch."""
+    if outputs.shape[0] == 1:
+        return outputs[0]
+    if outputs.dim() == 1 or batch_dim is None or batch_dim >= outputs.dim() - 1:
+        return outputs  # scalars: one a micro-batch
+    return torch.cat(list(outputs), dim=batch_dim)
+
+

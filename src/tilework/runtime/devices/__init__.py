@@ -1,0 +1,50 @@
+"""One file per device. A device runs programs over a session's buffers; it knows nothing of models or optimizers."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ...artifact.reader import Artifact
+
+
+@dataclass
+class Call:
+    """One call: `num_steps` times (`num_micro_batches` times `micro`, then `update`)."""
+
+    micro: str
+    update: str | None = None
+    num_steps: int = 1
+    num_micro_batches: int = 1
+    inputs: Sequence[tuple[str, torch.Tensor]] = ()  # (buffer, dense tensor with one slice a micro-batch)
+    outputs: Sequence[tuple[str, torch.Tensor]] = ()  # (buffer, tensor that gets one slice a micro-batch)
+    zeroed: Sequence[str] = ()  # buffers set to zero before each step
+    new_seed: bool = True  # bwd keeps the seed of its fwd
+    stop_at_nan: str | None = None  # the loss buffer to watch
+
+
+class NotANumber(Exception):
+    """The watched loss was NaN; `step` counts from 0 within the call."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(step)
+        self.step = step
+
+
+class Device(Protocol):
+    """A loaded artifact on one device. `buffers` is shared with the session, which owns the memory."""
+
+    def run(self, call: Call) -> None: ...
+
+    def seed(self, base: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def open_device(name: str, artifact: Artifact, buffers: dict[str, torch.Tensor], num_threads: int | None) -> Device:
+    module = importlib.import_module(f"{__name__}.{name}")
+    return module.Device(artifact, buffers, num_threads)  # type: ignore[no-any-return]

@@ -1,0 +1,149 @@
+"""cpu: runs native code. One call into the driver runs any number of steps; Python is not involved until it returns.
+
+The code is opened from a sealed in-memory file that holds exactly the bytes that were verified: nothing is unpacked to
+disk, and nobody can swap a file between the check and the load.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import itertools
+import os
+from ctypes import POINTER, Structure, c_char_p, c_int, c_int32, c_int64, c_size_t, c_uint64, c_void_p
+
+import torch
+
+from ...artifact.reader import Artifact
+from ...errors import BugError, MachineError
+from . import Call, NotANumber
+
+_NAN = 2
+_ERROR_SIZE = 1024
+_OPENED = itertools.count(1)
+
+
+class _Program(Structure):
+    _fields_ = (("run", c_void_p), ("buffers", POINTER(c_void_p)))
+
+
+class _Copy(Structure):
+    _fields_ = (("buffer", c_void_p), ("outside", c_void_p), ("bytes", c_int64), ("stride", c_int64))
+
+
+class _Random(Structure):
+    _fields_ = (("base", c_uint64), ("counter", c_uint64), ("seed", c_void_p))
+
+
+class _Call(Structure):
+    _fields_ = (
+        ("num_steps", c_int64), ("num_micro_batches", c_int64), ("micro", _Program), ("update", _Program),
+        ("inputs", POINTER(_Copy)), ("num_inputs", c_int64), ("outputs", POINTER(_Copy)), ("num_outputs", c_int64),
+        ("zeroed", POINTER(_Copy)), ("num_zeroed", c_int64), ("random", POINTER(_Random)), ("steps_done", c_int64),
+        ("loss", c_void_p), ("stop_at_nan", c_int32),
+    )  # fmt: skip
+
+
+def _open(name: str, code: bytes) -> ctypes.CDLL:
+    fd = os.memfd_create(f"tilework-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        with os.fdopen(os.dup(fd), "wb") as f:
+            f.write(code)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE)
+        # The dynamic linker takes an equal path for the same library, and file numbers are used again: so every path
+        # is spelt differently, by the bits of a counter. RTLD_NOW: a missing symbol is found here, not within a step.
+        spelling = "".join("./" if bit == "1" else "/" for bit in f"{next(_OPENED):b}")
+        return ctypes.CDLL(f"/proc/self/fd/{spelling}{fd}", mode=os.RTLD_NOW | os.RTLD_LOCAL)
+    except OSError as e:
+        raise MachineError(
+            "native-load", f"the native code of {name} could not be opened", found=str(e)[:300],
+            fix="compile again on this machine",
+        ) from e  # fmt: skip
+    finally:
+        os.close(fd)
+
+
+class Device:
+    def __init__(self, artifact: Artifact, buffers: dict[str, torch.Tensor], num_threads: int | None) -> None:
+        self.buffers = buffers
+        self.handles: dict[str, c_void_p] = {}
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)  # OpenMP is torch's own copy: its threads are the programs' threads
+        self.driver = _open("driver", artifact.native["native/driver.so"])
+        self.driver.tilework_tensor.argtypes = [c_void_p, c_int64, c_void_p, c_void_p, c_int32, POINTER(c_void_p)]
+        self.driver.tilework_dtype.argtypes = [c_char_p]
+        self.driver.tilework_free.argtypes = [c_void_p]
+        self.driver.tilework_call.argtypes = [POINTER(_Call), c_char_p, c_size_t]
+        self.driver.tilework_call.restype = c_int
+        self.error = ctypes.create_string_buffer(_ERROR_SIZE)
+        self.random = _Random(0, 0, buffers["rng/seed"].data_ptr() if "rng/seed" in buffers else None)
+        self.programs: dict[str, _Program] = {}
+        self._keep: list[object] = []
+        for name, program in artifact.manifest.programs.items():
+            library = _open(name, artifact.native[str(program.code)])
+            abi = (ctypes.c_char * 64).in_dll(library, "tilework_abi").value.decode()
+            if abi != program.abi:
+                raise BugError("native-abi", f"{artifact.path}: the native code of {name} was made for other buffers")
+            handles = (c_void_p * len(program.buffers))(*[self._handle(b) for b in program.buffers])
+            self.programs[name] = _Program(ctypes.cast(library.tilework_run, c_void_p), handles)
+            self._keep += [library, handles]
+
+    def _handle(self, name: str) -> c_void_p:
+        """A native tensor over the session's memory, made once."""
+        if name not in self.handles:
+            t, handle = self.buffers[name], c_void_p()
+            shape, stride = (c_int64 * t.dim())(*t.shape), (c_int64 * t.dim())(*t.stride())
+            dtype = self.driver.tilework_dtype(str(t.dtype).removeprefix("torch.").encode())
+            if self.driver.tilework_tensor(t.data_ptr(), t.dim(), shape, stride, dtype, ctypes.byref(handle)):
+                raise BugError("native-tensor", f"no native tensor could be made for {name}")
+            self.handles[name] = handle
+        return self.handles[name]
+
+    def seed(self, base: int) -> None:
+        self.random.base, self.random.counter = base & 0xFFFFFFFFFFFFFFFF, 0
+
+    def prepare(self, call: Call) -> _Call:
+        """The call as the driver takes it. Tensors in it must stay alive until it has run."""
+
+        def copies(pairs: object) -> ctypes.Array[_Copy]:
+            made = []
+            for buffer, outside in pairs:  # type: ignore[attr-defined]
+                target = self.buffers[buffer]
+                size = target.numel() * target.element_size()
+                made.append(_Copy(target.data_ptr(), outside.data_ptr(), size, size))
+            return (_Copy * len(made))(*made)
+
+        inputs, outputs = copies(call.inputs), copies(call.outputs)
+        zeroed = copies((b, self.buffers[b]) for b in call.zeroed)
+        native = _Call()
+        native.num_steps, native.num_micro_batches = call.num_steps, call.num_micro_batches
+        native.micro = self.programs[call.micro]
+        if call.update:
+            native.update = self.programs[call.update]
+        native.inputs, native.num_inputs = inputs, len(inputs)
+        native.outputs, native.num_outputs = outputs, len(outputs)
+        native.zeroed, native.num_zeroed = zeroed, len(zeroed)
+        if call.new_seed and self.random.seed:  # null where the step draws no random numbers
+            native.random = ctypes.pointer(self.random)
+        if call.stop_at_nan and self.buffers[call.stop_at_nan].dtype == torch.float32:
+            native.loss, native.stop_at_nan = self.buffers[call.stop_at_nan].data_ptr(), 1
+        return native
+
+    def execute(self, native: _Call) -> None:
+        """The one native call."""
+        status = self.driver.tilework_call(ctypes.byref(native), self.error, _ERROR_SIZE)
+        if status == _NAN:
+            raise NotANumber(native.steps_done)
+        if status:
+            raise MachineError("native-run", f"a program failed: {self.error.value.decode('utf-8', 'replace')}",
+                               fix="if memory is short, use a smaller batch; otherwise report this")  # fmt: skip
+
+    def run(self, call: Call) -> None:
+        self.execute(self.prepare(call))
+
+    def close(self) -> None:
+        for handle in self.handles.values():
+            self.driver.tilework_free(handle)
+        self.handles.clear()
+        self.programs.clear()
+

@@ -1,0 +1,90 @@
+"""reference: replays the artifact's graphs with eager PyTorch. Slow and right: what other devices are compared with."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+
+from ...artifact.graph import Graph, Ref
+from ...artifact.reader import Artifact
+from ...errors import UserError
+from ...random import next_seed
+from . import Call, NotANumber
+
+# Operators that reach outside the graph: files, other processes, Python. A graph from outside must not name them.
+_REFUSED = ("from_file", "save", "_local_scalar_dense", "set_", "resize_", "pin_memory", "_pin_memory", "record_stream")
+
+
+def operator_named(name: str) -> Any:
+    if name == "getitem":
+        return operator.getitem
+    parts = name.split(".")
+    if len(parts) == 3 and parts[0] in ("aten", "prims") and parts[1] not in _REFUSED:
+        try:
+            found = getattr(getattr(getattr(torch.ops, parts[0]), parts[1]), parts[2])
+        except (AttributeError, RuntimeError):
+            found = None
+        if isinstance(found, torch._ops.OpOverload) and not found._schema.is_mutable:
+            return found
+    raise UserError("graph-operator", f"the graph names an operator that cannot be replayed: {name[:80]}")
+
+
+class Replay:
+    """A graph with its operators looked up once."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.operators = [operator_named(n.op) for n in graph.nodes]
+
+    def __call__(self, buffers: dict[str, torch.Tensor]) -> None:
+        env: dict[str, Any] = {b: buffers[b] for b in self.graph.reads}
+
+        def value(arg: Any) -> Any:
+            if isinstance(arg, Ref):
+                return env[arg.name]
+            if isinstance(arg, (list, tuple)):
+                return [value(a) for a in arg]
+            return arg
+
+        with torch.no_grad():
+            for node, op in zip(self.graph.nodes, self.operators, strict=True):
+                env[node.name] = op(*[value(a) for a in node.args], **{k: value(v) for k, v in node.kwargs.items()})
+            # All reads see the values from before: results that are still views of buffers are copied first.
+            results = [(buffer, env[v].clone()) for buffer, v in self.graph.writes]
+            for buffer, result in results:
+                buffers[buffer].copy_(result)
+
+
+class Device:
+    def __init__(self, artifact: Artifact, buffers: dict[str, torch.Tensor], num_threads: int | None) -> None:
+        self.buffers = buffers
+        self.programs = {name: Replay(graph) for name, graph in artifact.graphs.items()}
+        self.base = self.counter = 0
+
+    def seed(self, base: int) -> None:
+        self.base, self.counter = base, 0
+
+    def run(self, call: Call) -> None:
+        at = 0
+        for step in range(call.num_steps):
+            for name in call.zeroed:
+                self.buffers[name].zero_()
+            for _ in range(call.num_micro_batches):
+                for buffer, source in call.inputs:
+                    self.buffers[buffer].copy_(source[at])
+                if call.new_seed and "rng/seed" in self.buffers:
+                    self.buffers["rng/seed"].fill_(next_seed(self.base, self.counter))
+                    self.counter += 1
+                self.programs[call.micro](self.buffers)
+                for buffer, target in call.outputs:
+                    target[at].copy_(self.buffers[buffer])
+                if call.stop_at_nan and bool(self.buffers[call.stop_at_nan].isnan().any()):
+                    raise NotANumber(step)
+                at += 1
+            if call.update:
+                self.programs[call.update](self.buffers)
+
+    def close(self) -> None:
+        self.programs.clear()

@@ -1,0 +1,461 @@
+"""A session: a loaded artifact with its device copies of parameters, buffers and optimizer state.
+
+    session = tilework.load("lenet.pef")
+    result = session.run(x, y)           # one whole step: fwd, bwd, opt, in one native call
+    result.loss, result.outputs
+    session.to_host(model)               # only now does the host's model change
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from ..artifact.fingerprint import require
+from ..artifact.graph import DTYPES
+from ..artifact.reader import Artifact, read_artifact
+from ..artifact.structure import unflatten
+from ..artifact.writer import write_whole
+from ..errors import UserError, did_you_mean
+from . import sync
+from .arguments import flat_inputs, joined, slices
+from .devices import Call, NotANumber, open_device
+
+SECTIONS = ("fwd", "bwd", "reduce", "opt")
+_WEIGHTS = ("param/", "buffer/", "state/")
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a call brought back. `loss` is averaged over micro-batches (summed where they accumulate by sum)."""
+
+    loss: Tensor | None
+    outputs: Any  # in the structure that the model returns; several micro-batches are joined along the batch
+    losses: Tensor | None  # one a micro-batch, in order
+
+
+class Session:
+    def __init__(
+        self,
+        artifact: Artifact,
+        *,
+        device: str | None = None,
+        num_threads: int | None = None,
+        seed: int = 0,
+        nan_error: bool = False,
+    ) -> None:
+        self.artifact = artifact
+        self.manifest = artifact.manifest
+        self.device_name = device or self.manifest.fingerprint.device
+        require(self.manifest.fingerprint, self.device_name, artifact.path)
+        self.nan_error = nan_error
+        self.num_steps = 0
+        self.buffers = self._allocate()
+        self._device = open_device(self.device_name, artifact, self.buffers, num_threads)
+        self.seed(seed)
+        self._has_weights = not self.manifest.parameters
+        self._ran_forward = False
+        self._kept_gradients = False
+        self._followed: list[torch.optim.Optimizer] = []
+        self._set_defaults()
+
+    # ---- set-up ----
+
+    def _allocate(self) -> dict[str, Tensor]:
+        entries = {name: entry.type() for name, entry in self.manifest.buffers.items()}
+        total = sum(kind.extent * DTYPES[kind.dtype].itemsize for kind in entries.values())
+        free = _free_memory()
+        if free is not None and total > free:
+            raise UserError("memory", f"{self.artifact.path}: the session's buffers do not fit into memory",
+                            found=f"{total / 1e9:.1f} GB needed, {free / 1e9:.1f} GB free",
+                            fix="use a smaller batch, or a machine with more memory")  # fmt: skip
+        buffers = {name: kind.empty() for name, kind in entries.items()}
+        for name, tensor in self.artifact.constants.items():
+            buffers[name].copy_(tensor)
+        return buffers
+
+    def _set_defaults(self) -> None:
+        for name, value in self.manifest.hyperparameters.items():
+            if f"hyper/{name}" in self.buffers:
+                self.buffers[f"hyper/{name}"].fill_(value)
+        self._default_out_grads()
+        if self.artifact.weights is not None:
+            self.load_tensors(self.artifact.weights)
+        elif self.manifest.weights.where == "separate":
+            beside = self.artifact.path.parent / str(self.manifest.weights.file)
+            if beside.exists():
+                self.load(beside)
+
+    def _default_out_grads(self) -> None:
+        """Backward starts from ones at the losses and zeros elsewhere; without a loss, the host must say."""
+        for output in self.manifest.outputs:
+            buffer = self.buffers.get(f"outgrad/{output.name}")
+            if buffer is not None:
+                buffer.fill_(1.0 if output.name in self.manifest.losses else 0.0)
+
+    def seed(self, seed: int) -> None:
+        """Start the random numbers of dropout and its kin again, from this seed."""
+        self._device.seed(seed)
+
+    # ---- hyperparameters ----
+
+    @property
+    def hyper(self) -> dict[str, float]:
+        """Every run-time hyperparameter and its value on the device."""
+        known = self.manifest.hyperparameters
+        return {k: float(self.buffers[f"hyper/{k}"]) if f"hyper/{k}" in self.buffers else v for k, v in known.items()}
+
+    def set(self, values: Mapping[str, float] | None = None, /, **named: float) -> None:
+        """Change hyperparameters, from the next step on. A bare name (lr, momentum, p) sets it in every group or site."""
+        wrong = []
+        for name, value in {**(values or {}), **named}.items():
+            known = [k for k in self.manifest.hyperparameters if k == name or k.split("#")[0].rsplit(".", 1)[-1] == name]
+            if not known:
+                wrong.append(f"{name}: {did_you_mean(name, {*self.manifest.hyperparameters, *self._bare_names()})}")
+            for full in known:
+                if f"hyper/{full}" in self.buffers:
+                    self.buffers[f"hyper/{full}"].fill_(float(value))
+        if wrong:
+            hint = "compile with keep_momentum=True to leave room for it" if "momentum" in {**(values or {}), **named} else ""
+            raise UserError("hyper-unknown", "no such hyperparameter in this artifact:\n    " + "\n    ".join(wrong), fix=hint)
+
+    def _bare_names(self) -> set[str]:
+        return {k.split("#")[0].rsplit(".", 1)[-1] for k in self.manifest.hyperparameters}
+
+    def follow(self, *optimizers: torch.optim.Optimizer) -> None:
+        """Take hyperparameters from these host optimizers before each call: torch's LR schedulers then work as they are."""
+        self._followed = list(optimizers)
+
+    # ---- running ----
+
+    def run(
+        self,
+        *inputs: Any,
+        sections: Sequence[str] | None = None,
+        out_grads: Mapping[str, Tensor] | Sequence[Tensor | None] | None = None,
+        hyper: Mapping[str, float] | None = None,
+        keep_gradients: bool = False,
+        num_steps: int = 1,
+    ) -> Result:
+        """Run sections, by default all of them, fused into one native call where that is possible.
+
+        inputs      model inputs and then targets, nested as at compile time or flat. bwd and opt alone need none.
+        sections    any of fwd, bwd, reduce, opt. ["fwd"] changes no weight; ["bwd", "opt"] go on from the last fwd.
+        out_grads   gradients of outputs, by name or position: the loss was computed on the host.
+        keep_gradients  run section by section, so that gradients() can be read afterwards.
+        num_steps   this many optimizer steps in one call; the batch holds the inputs of all of them.
+        """
+        self._need_weights()
+        if self._followed:
+            self.set(sync.hyper_of(self.manifest, self._followed))
+        if hyper:
+            self.set(hyper)
+        wanted = self._sections(sections)
+        if out_grads is not None:
+            self._set_out_grads(out_grads)
+        micro = self.manifest.num_micro_batches
+        whole = wanted == set(self.training_sections) - {"reduce"}
+        if whole and out_grads is None and not keep_gradients and self._fused is not None:
+            return self._run_fused(inputs, num_steps)
+        if num_steps != 1 or (micro > 1 and whole):
+            if whole and micro > 1 and self._fused is not None:
+                return self._run_fused(inputs, num_steps)
+            raise UserError("run-loop", "several steps in one call need the fused step",
+                            fix="run without sections=, out_grads= and keep_gradients=")  # fmt: skip
+        result = Result(None, None, None)
+        if "fwd" in wanted:
+            result = self._run_forward(inputs)
+        elif inputs:
+            raise UserError("run-inputs", "inputs were given, but the section fwd, which takes them, is not run",
+                            found=f"sections {sorted(wanted)}", fix="add 'fwd' to sections, or give no inputs")  # fmt: skip
+        if "bwd" in wanted:
+            self._run_backward(out_grads is not None)
+        if "opt" in wanted:
+            self._run_opt()
+        return result
+
+    def infer(self, *inputs: Any) -> Any:
+        """The model in eval mode: its outputs, nothing changed. Works from any artifact."""
+        self._need_weights()
+        expected = self.manifest.inputs[: self.manifest.num_model_inputs]
+        leaves = flat_inputs(inputs, expected, self.manifest.input_structure)
+        sources = slices(leaves, expected, 1, self.manifest.batch_dim)
+        outputs = [a.type.type().empty().unsqueeze(0) for a in self.manifest.infer_outputs]
+        names = [f"infer/{a.name}" for a in self.manifest.infer_outputs]
+        self._device.run(
+            Call(
+                micro="infer",
+                inputs=[(f"input/{a.name}", s) for a, s in zip(expected, sources, strict=True)],
+                outputs=list(zip(names, outputs, strict=True)),
+                new_seed=False,
+            )
+        )
+        self._ran_forward = False
+        return unflatten(self.manifest.infer_structure, iter([o[0] for o in outputs]))
+
+    @property
+    def training_sections(self) -> list[str]:
+        """The sections that this artifact can run, in order."""
+        have = {s for p in self.manifest.programs.values() for s in p.sections}
+        return [s for s in SECTIONS if s in have or (s == "reduce" and "bwd" in have)]
+
+    @property
+    def _fused(self) -> str | None:
+        return next((p for p in ("step", "accumulate") if p in self.manifest.programs), None)
+
+    def _sections(self, sections: Sequence[str] | None) -> set[str]:
+        have = self.training_sections
+        if sections is None:
+            sections = have
+            if not self.manifest.losses and "bwd" in have:
+                raise UserError("run-loss", "this artifact has no loss of its own: it is computed on the host",
+                                fix="run sections=['fwd'], then sections=['bwd', 'opt'] with out_grads=")  # fmt: skip
+        unknown = [s for s in sections if s not in have]
+        if unknown:
+            raise UserError("run-section", f"no section {unknown[0]!r} in this artifact",
+                            found=", ".join(map(str, sections)), expected=", ".join(have) or "infer() only")  # fmt: skip
+        return set(sections) - {"reduce"}  # one replica: there is nothing to reduce over
+
+    def _run_fused(self, inputs: tuple[Any, ...], num_steps: int) -> Result:
+        program = self._fused
+        assert program is not None
+        updates = "opt" in self.training_sections and program == "accumulate"
+        zeroed = [b for b in self.manifest.programs[program].writes if b.startswith("grad/")] if program == "accumulate" else []
+        result = self._run_micro(
+            program,
+            inputs,
+            num_steps,
+            self.manifest.num_micro_batches,
+            update="opt" if updates else None,
+            zeroed=[b for b in zeroed if not b.startswith("grad/input/")],
+        )
+        self._ran_forward = False
+        self._kept_gradients = any(b.startswith("grad/") for b in self.manifest.programs[program].writes)
+        self.num_steps += num_steps
+        return result
+
+    def _run_forward(self, inputs: tuple[Any, ...]) -> Result:
+        self._need_program("fwd")
+        result = self._run_micro("fwd", inputs, 1, 1)
+        self._ran_forward = True
+        return result
+
+    def _run_micro(
+        self,
+        program: str,
+        inputs: tuple[Any, ...],
+        num_steps: int,
+        num_micro: int,
+        update: str | None = None,
+        zeroed: Sequence[str] = (),
+    ) -> Result:
+        m, count = self.manifest, num_steps * num_micro
+        leaves = flat_inputs(inputs, m.inputs, m.input_structure)
+        sources = slices(leaves, m.inputs, count, m.batch_dim)
+        outputs = {a.name: torch.empty((count, *a.type.shape), dtype=self.buffers[f"output/{a.name}"].dtype) for a in m.outputs}
+        call = Call(
+            micro=program,
+            update=update,
+            num_steps=num_steps,
+            num_micro_batches=num_micro,
+            inputs=[(f"input/{a.name}", s) for a, s in zip(m.inputs, sources, strict=True)],
+            outputs=[(f"output/{name}", t) for name, t in outputs.items()],
+            zeroed=zeroed,
+            stop_at_nan=f"output/{m.losses[0]}" if self.nan_error and m.losses else None,
+        )
+        try:
+            self._device.run(call)
+        except NotANumber as e:
+            raise UserError(
+                "loss-nan", f"the loss is not a number at step {self.num_steps + e.step + 1}",
+                fix="lower the learning rate, clip the gradients (clip_norm), or look at the inputs of that step",
+            ) from e  # fmt: skip
+        return self._result(outputs)
+
+    def _result(self, outputs: dict[str, Tensor]) -> Result:
+        m = self.manifest
+        losses = None
+        if m.losses:
+            losses = outputs[m.losses[0]]
+            for name in m.losses[1:]:
+                losses = losses + outputs[name]
+        loss = losses
+        if losses is not None:
+            loss = losses[0] if losses.shape[0] == 1 else losses.mean(0) if m.accumulate == "mean" else losses.sum(0)
+        own = [a.name for a in (m.outputs[1:] if m.separate_loss else m.outputs)]
+        leaves = iter([joined(outputs[name], m.batch_dim) for name in own])
+        return Result(loss, unflatten(m.output_structure, leaves), losses)
+
+    def _run_backward(self, given: bool) -> None:
+        self._need_program("bwd")
+        if not self._ran_forward:
+            raise UserError("run-order", "bwd needs what a fwd just before it has kept", found="no fwd before this bwd",
+                            fix="run sections=['fwd'] first, or ['fwd', 'bwd', ...] together")  # fmt: skip
+        if not given and not self.manifest.losses:
+            raise UserError("run-loss", "bwd needs gradients of the outputs: this artifact has no loss of its own",
+                            fix="give out_grads={name: gradient, ...}")  # fmt: skip
+        self._device.run(Call(micro="bwd", new_seed=False))
+        self._kept_gradients = True
+        self._default_out_grads()
+
+    def _run_opt(self) -> None:
+        self._need_program("opt")
+        if not self._kept_gradients:
+            raise UserError("run-order", "opt needs gradients, and no bwd has made any", fix="run bwd before opt")
+        self._device.run(Call(micro="opt", new_seed=False))
+        self.num_steps += 1
+
+    def _set_out_grads(self, given: Mapping[str, Tensor] | Sequence[Tensor | None]) -> None:
+        names = [a.name for a in self.manifest.outputs if f"outgrad/{a.name}" in self.buffers]
+        if not isinstance(given, Mapping):
+            own = [a.name for a in (self.manifest.outputs[1:] if self.manifest.separate_loss else self.manifest.outputs)]
+            given = {n: g for n, g in zip(own, given, strict=False) if g is not None}
+        grads = {f"outgrad/{k}": g for k, g in given.items()}
+        expected = {f"outgrad/{n}": self.buffers[f"outgrad/{n}"] for n in names}
+        sync.check_types(grads, expected, "gradient of an output")
+        for name, buffer in expected.items():
+            buffer.copy_(grads[name].detach()) if name in grads else buffer.zero_()
+
+    def _need_program(self, name: str) -> None:
+        if name not in self.manifest.programs:
+            raise UserError("run-program", f"this artifact cannot run the section {name} on its own",
+                            found="programs: " + ", ".join(self.manifest.programs),
+                            fix="compile with programs='all'")  # fmt: skip
+
+    def _need_weights(self) -> None:
+        if not self._has_weights and self.device_name != "null":
+            raise UserError("session-weights", f"{self.artifact.path}: the session has no weights yet",
+                            fix="session.to_device(model), session.load(file), or compile with weights inside")  # fmt: skip
+
+    # ---- reading ----
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Copies of the gradients of the last bwd: parameters by name, inputs as input/<name>."""
+        if not self._kept_gradients:
+            raise UserError("run-gradients", "there are no gradients to read: the fused step does not keep them",
+                            fix="run with keep_gradients=True, or run the sections fwd and bwd")  # fmt: skip
+        return {k.removeprefix("grad/"): t.clone() for k, t in self.buffers.items() if k.startswith("grad/")}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Copies of everything that training changes: param/..., buffer/..., state/..."""
+        return {k: t.clone() for k, t in self.buffers.items() if k.startswith(_WEIGHTS)}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Parameters and buffers by their names in the model: what model.load_state_dict takes."""
+        return {k.split("/", 1)[1]: t.clone() for k, t in self.buffers.items() if k.startswith(("param/", "buffer/"))}
+
+    # ---- sync ----
+
+    def to_device(
+        self,
+        model: nn.Module | Mapping[str, Tensor],
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+        *,
+        loss: nn.Module | None = None,
+    ) -> None:
+        """Copy the host's parameters and buffers, and optimizer state if given, to the session."""
+        tensors = sync.host_tensors(model, loss)
+        sync.to_device(tensors, self.buffers)
+        if optimizer is not None:
+            sync.optimizers_to_device(self.manifest, _several(optimizer), _names(tensors), self.buffers)
+        self._has_weights = True
+
+    def to_host(
+        self,
+        model: nn.Module | Mapping[str, Tensor],
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+        *,
+        loss: nn.Module | None = None,
+    ) -> None:
+        """Copy the session's parameters and buffers, and optimizer state if asked for, into the host's objects."""
+        tensors = sync.host_tensors(model, loss)
+        sync.to_host(tensors, self.buffers)
+        if optimizer is not None:
+            sync.optimizers_to_host(self.manifest, _several(optimizer), _names(tensors), self.buffers)
+
+    # ---- checkpoints ----
+
+    def save(self, path: str | Path) -> None:
+        """Everything that training changes, as safetensors, whole or not at all. load() goes on from there."""
+        notes = {"tilework": json.dumps({"artifact": self.artifact.digest, "num_steps": self.num_steps})}
+        data = safetensors.torch.save({k: t.contiguous() for k, t in self.tensors().items()}, metadata=notes)
+        write_whole(Path(path), lambda f: f.write(data))
+
+    def load(self, path: str | Path) -> None:
+        """Weights from a file that save() or compile wrote; optimizer state too where the file has it."""
+        try:
+            with safetensors.safe_open(str(path), "pt") as f:  # type: ignore[no-untyped-call]
+                notes = json.loads((f.metadata() or {}).get("tilework", "{}"))
+                tensors = {k: f.get_tensor(k) for k in f.keys()}  # noqa: SIM118
+        except FileNotFoundError:
+            raise UserError("weights-missing", f"{path}: there is no such file") from None
+        except Exception as e:
+            raise UserError("weights-damaged", f"{path}: the weights cannot be read", found=str(e)[:200],
+                            expected="a safetensors file") from e  # fmt: skip
+        self.load_tensors(tensors)
+        self.num_steps = int(notes.get("num_steps", 0))
+
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        prefixed = {k if k.startswith(_WEIGHTS) else self._prefixed(k): t for k, t in tensors.items()}
+        sync.check_types(prefixed, self.buffers, "weights file")
+        sync.to_device(prefixed, self.buffers)
+        self._has_weights = True
+
+    def _prefixed(self, name: str) -> str:
+        return next((f"{kind}/{name}" for kind in ("param", "buffer") if f"{kind}/{name}" in self.buffers), f"param/{name}")
+
+    def close(self) -> None:
+        self._device.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __str__(self) -> str:
+        return f"session of {self.artifact.path} on {self.device_name}, {self.num_steps} steps"
+
+
+def load(
+    path: str | Path,
+    *,
+    device: str | None = None,
+    weights: str | Path | None = None,
+    num_threads: int | None = None,
+    seed: int = 0,
+    nan_error: bool = False,
+    trust: bool = False,
+) -> Session:
+    """Open an artifact: verified, no compiler, no tracing, no model source. The device is the artifact's own by default."""
+    artifact = read_artifact(path, trust=trust)
+    session = Session(artifact, device=device, num_threads=num_threads, seed=seed, nan_error=nan_error)
+    if weights is not None:
+        session.load(weights)
+    return session
+
+
+def _several(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> Sequence[torch.optim.Optimizer]:
+    return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+
+
+def _names(tensors: Mapping[str, Tensor]) -> dict[int, str]:
+    return {id(t): k.removeprefix("param/") for k, t in tensors.items() if k.startswith("param/")}
+
+
+def _free_memory() -> int | None:
+    try:
+        with open("/proc/meminfo") as f:
+            for line in f:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        pass
+    return None

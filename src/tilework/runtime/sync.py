@@ -1,0 +1,138 @@
+"""sync: explicit copies between the host's model and optimizers and a session's buffers. Nothing else moves them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..artifact.manifest import Group, Manifest
+from ..errors import UserError, did_you_mean
+
+Modules = nn.Module | Mapping[str, Tensor]
+
+
+def host_tensors(model: Modules, loss: nn.Module | None = None) -> dict[str, Tensor]:
+    """Buffer name -> the host's own tensor. Accepts a module (and a loss module), or a plain dict of named tensors."""
+    if isinstance(model, nn.Module):
+        found = {f"param/{k}": p for k, p in model.named_parameters()}
+        found |= {f"buffer/{k}": b for k, b in model.named_buffers()}
+        if loss is not None:
+            found |= {f"param/loss.{k}": p for k, p in loss.named_parameters()}
+            found |= {f"buffer/loss.{k}": b for k, b in loss.named_buffers()}
+        return found
+    return {k if "/" in k else f"param/{k}": t for k, t in model.items()}
+
+
+def check_types(tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor], what: str) -> None:
+    """UserError that lists every tensor which has no buffer, or another shape or dtype than its buffer."""
+    problems = []
+    for name, t in tensors.items():
+        b = buffers.get(name)
+        if b is None:
+            problems.append(f"{name}: not in the artifact; {did_you_mean(name, buffers)[:120]}")
+        elif b.shape != t.shape or b.dtype != t.dtype:
+            problems.append(f"{name}: found {t.dtype} {list(t.shape)}, expected {b.dtype} {list(b.shape)}")
+    if problems:
+        lines = "\n    ".join(problems[:20])
+        raise UserError("weights-mismatch", f"the {what} does not fit the artifact:\n    {lines}",
+                        fix="use the model that was compiled, or compile again")  # fmt: skip
+
+
+def to_device(tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor], *, partial: bool = False) -> None:
+    wanted = {k for k in buffers if k.startswith(("param/", "buffer/"))}
+    known = {k: t for k, t in tensors.items() if k in buffers}
+    missing = sorted(wanted - set(known))
+    if missing and not partial:
+        raise UserError("weights-mismatch", "the model lacks tensors that the artifact has",
+                        found=", ".join(m.split("/", 1)[1] for m in missing[:10]),
+                        fix="use the model that was compiled, or compile again")  # fmt: skip
+    check_types(known, buffers, "model")
+    with torch.no_grad():
+        for name, t in known.items():
+            buffers[name].copy_(t)
+
+
+def to_host(tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
+    """Copies parameters and buffers into the host's own tensors, in place: whoever holds them sees the new values."""
+    known = {k: t for k, t in tensors.items() if k in buffers}
+    check_types(known, buffers, "model")
+    with torch.no_grad():
+        for name, t in known.items():
+            t.data.copy_(buffers[name])
+
+
+def _groups(
+    manifest: Manifest, optimizers: Sequence[torch.optim.Optimizer], names: Mapping[int, str]
+) -> Iterator[tuple[Group, torch.optim.Optimizer, dict[str, Any], list[tuple[str, Tensor]]]]:
+    """Each group of the artifact beside the host's: (group, optimizer, torch's group, [(parameter name, parameter)])."""
+    for group in manifest.groups:
+        i, j = int(group.optimizer.removeprefix("opt")), int(group.prefix.split(".g")[1])
+        if i >= len(optimizers) or j >= len(optimizers[i].param_groups):
+            raise UserError("optimizer-mismatch", f"the artifact has optimizer group {group.prefix}, and the host has not",
+                            fix="give the optimizers in the order in which they were compiled")  # fmt: skip
+        host = optimizers[i].param_groups[j]
+        params = [(names[id(p)], p) for p in host["params"] if names.get(id(p)) in group.params]
+        yield group, optimizers[i], host, params
+
+
+def optimizers_to_device(
+    manifest: Manifest,
+    optimizers: Sequence[torch.optim.Optimizer],
+    names: Mapping[int, str],
+    buffers: Mapping[str, Tensor],
+) -> None:
+    for group, optimizer, _, params in _groups(manifest, optimizers, names):
+        steps = set()
+        for name, p in params:
+            state = optimizer.state.get(p, {})
+            steps.add(int(state.get("step", 0)) if state else 0)
+            for key in group.state:
+                target = buffers.get(f"state/{name}/{key}")
+                value = state.get(key)
+                if target is not None:
+                    target.copy_(value) if value is not None else target.zero_()
+        if len(steps) > 1:
+            raise UserError("optimizer-steps", "the parameters of an optimizer have seen different numbers of steps",
+                            found=str(sorted(steps)), fix="start from a fresh optimizer state")  # fmt: skip
+        if steps and f"state/{group.optimizer}/step" in buffers:
+            buffers[f"state/{group.optimizer}/step"].fill_(steps.pop())
+
+
+def optimizers_to_host(
+    manifest: Manifest,
+    optimizers: Sequence[torch.optim.Optimizer],
+    names: Mapping[int, str],
+    buffers: Mapping[str, Tensor],
+) -> None:
+    """Fills torch's optimizer state as if the steps had been made there, so that host training can go on."""
+    for group, optimizer, _, params in _groups(manifest, optimizers, names):
+        steps = int(buffers[f"state/{group.optimizer}/step"])
+        for name, p in params:
+            if steps == 0 or not group.state:
+                continue
+            state = optimizer.state[p]
+            for key in group.state:
+                if f"state/{name}/{key}" in buffers:
+                    state[key] = buffers[f"state/{name}/{key}"].clone()
+            if group.rule != "sgd":
+                state["step"] = torch.tensor(float(steps))
+
+
+def hyper_of(manifest: Manifest, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, float]:
+    """The hyperparameters as the host's optimizers hold them now: what an LR scheduler changes."""
+    found: dict[str, float] = {}
+    for group in manifest.groups:
+        i, j = int(group.optimizer.removeprefix("opt")), int(group.prefix.split(".g")[1])
+        host = optimizers[i].param_groups[j]
+        values = {k: v for k, v in host.items() if k not in ("params", "betas")}
+        if "betas" in host:
+            values["beta1"], values["beta2"] = host["betas"]
+        for name in manifest.hyperparameters:
+            if name.startswith(f"{group.prefix}."):
+                key = name.removeprefix(f"{group.prefix}.")
+                if key in values:
+                    found[name] = float(values[key])
+    return found

@@ -1,0 +1,136 @@
+"""Step: what the user gives us. A model, its loss, its optimizer(s) and example inputs; nothing is copied or changed."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from .errors import UserError
+
+Loss = Callable[..., torch.Tensor] | int | str | Sequence[int | str] | Literal["auto"] | None
+
+
+@dataclass(kw_only=True)
+class Step:
+    """One training step, as the user wrote it.
+
+    inputs   what `model` is called with: a tuple or list gives positional arguments, a dict keyword arguments, anything
+             else is the single argument. Shapes are fixed from these examples. An input with requires_grad gets a
+             gradient that can be read.
+    targets  what `loss` gets after the model's output, where it is a separate function.
+    loss     a function or module `loss(output, *targets)`; or the position(s) or key(s) of the loss among what
+             `forward` returns; or None, when the loss is computed on the host; or "auto": the scalar outputs of forward,
+             and where it has none, the host.
+    optimizer  None (no updates), a torch optimizer, tilework.optim.LAMB, or a list of several.
+    """
+
+    model: nn.Module
+    inputs: Any
+    targets: Any = ()
+    loss: Loss = "auto"
+    optimizer: Any = None
+    clip_norm: float | None = None  # gradient clipping by global norm
+    clip_value: float | None = None  # gradient clipping by value
+    num_micro_batches: int = 1  # gradient accumulation: this many calls of forward to one update
+    accumulate: Literal["mean", "sum"] = "mean"
+    precision: Literal["float32", "bfloat16"] = "float32"
+    batch_dim: int | None = 0
+    metadata: Mapping[str, Any] = field(default_factory=dict)  # the user's own notes; kept in the artifact
+
+    def __post_init__(self) -> None:
+        problems = []
+        if not isinstance(self.model, nn.Module):
+            problems.append(f"model: found {type(self.model).__name__}, expected a torch.nn.Module")
+        if self.num_micro_batches < 1:
+            problems.append(f"num_micro_batches: found {self.num_micro_batches}, expected 1 or more")
+        if self.accumulate not in ("mean", "sum"):
+            problems.append(f"accumulate: found {self.accumulate!r}, expected 'mean' or 'sum'")
+        if self.precision not in ("float32", "bfloat16"):
+            problems.append(f"precision: found {self.precision!r}, expected 'float32' or 'bfloat16'")
+        for name in ("clip_norm", "clip_value"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                problems.append(f"{name}: found {value}, expected a number above 0, or None")
+        for opt in self.optimizers:
+            if not isinstance(opt, torch.optim.Optimizer):
+                problems.append(f"optimizer: found {type(opt).__name__}, expected a torch.optim.Optimizer")
+        if problems:
+            raise UserError("step-argument", "the step is described wrongly:\n    " + "\n    ".join(problems))
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        if self.optimizer is None:
+            return []
+        return list(self.optimizer) if isinstance(self.optimizer, (list, tuple)) else [self.optimizer]
+
+    @property
+    def loss_function(self) -> Callable[..., torch.Tensor] | None:
+        return self.loss if callable(self.loss) else None  # type: ignore[return-value]
+
+    @property
+    def modules(self) -> list[tuple[str, nn.Module]]:
+        """Where parameters have names: the model, and the loss where it is a module of its own."""
+        found = [("", self.model)]
+        if isinstance(self.loss, nn.Module):
+            found.append(("loss.", self.loss))
+        return found
+
+    def call_model(self, inputs: Any) -> Any:
+        if isinstance(inputs, Mapping):
+            return self.model(**inputs)
+        if isinstance(inputs, (tuple, list)):
+            return self.model(*inputs)
+        return self.model(inputs)
+
+    def call_loss(self, output: Any, targets: Any) -> torch.Tensor:
+        loss = self.loss_function
+        assert loss is not None
+        if isinstance(targets, (tuple, list)):
+            return loss(output, *targets)
+        return loss(output, targets)
+
+
+def as_step(value: Any) -> Step:
+    """A Step from what a user's build function returned: a Step, a dict of its fields, or (model, loss, optimizer, inputs).
+
+    In the tuple form the last input is the target where the loss is a separate function.
+    """
+    if isinstance(value, Step):
+        return value
+    if isinstance(value, Mapping):
+        known = set(inspect.signature(Step).parameters)
+        unknown = sorted(set(value) - known)
+        missing = sorted({"model", "inputs"} - set(value))
+        if unknown or missing:
+            raise UserError(
+                "step-build",
+                "the build function returned a dict that does not describe a step",
+                found=f"unknown keys {unknown}, missing keys {missing}",
+                expected=f"keys among {sorted(known)}; model and inputs are required",
+            )
+        return Step(**value)
+    if isinstance(value, tuple) and len(value) == 4:
+        model, loss, optimizer, inputs = value
+        targets: Any = ()
+        if callable(loss):
+            if not isinstance(inputs, (tuple, list)) or len(inputs) < 2:
+                raise UserError(
+                    "step-build",
+                    "with a separate loss function the example inputs must end with the target",
+                    found=f"inputs of type {type(inputs).__name__}",
+                    expected="a tuple (input, ..., target)",
+                    fix="return tilework.Step(model=..., loss=..., inputs=..., targets=...) to be explicit",
+                )
+            inputs, targets = tuple(inputs[:-1]), (inputs[-1],)
+        return Step(model=model, loss=loss, optimizer=optimizer, inputs=inputs, targets=targets)
+    raise UserError(
+        "step-build",
+        "the build function must return the training step",
+        found=type(value).__name__ + (f" of {len(value)}" if isinstance(value, tuple) else ""),
+        expected="a tilework.Step, a dict of its fields, or a tuple (model, loss, optimizer, inputs)",
+    )
