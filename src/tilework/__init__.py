@@ -17,8 +17,8 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from .artifact.reader import Artifact as Artifact
     from .artifact.reader import read_artifact as read_artifact
-    from .compile.build import Compiled as Compiled
-    from .compile.build import compile_step as compile
+    from .compiler.build import Compiled as Compiled
+    from .compiler.build import compile_step as compile
     from .errors import BugError as BugError
     from .errors import MachineError as MachineError
     from .errors import TileworkError as TileworkError
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _PUBLIC = {
     "Artifact": ("artifact.reader", "Artifact"),
     "BugError": ("errors", "BugError"),
-    "Compiled": ("compile.build", "Compiled"),
+    "Compiled": ("compiler.build", "Compiled"),
     "MachineError": ("errors", "MachineError"),
     "Options": ("plan.options", "Options"),
     "Result": ("runtime.session", "Result"),
@@ -41,7 +41,7 @@ _PUBLIC = {
     "Step": ("step", "Step"),
     "TileworkError": ("errors", "TileworkError"),
     "UserError": ("errors", "UserError"),
-    "compile": ("compile.build", "compile_step"),
+    "compile": ("compiler.build", "compile_step"),
     "load": ("runtime.session", "load"),
     "read_artifact": ("artifact.reader", "read_artifact"),
 }

@@ -34,13 +34,29 @@ def _mix(x: Any) -> Any:
     return x ^ (x >> 15)
 
 
-def bits(shape: Sequence[int], seed: Tensor, site: int) -> Tensor:
-    """int64 values, uniform in [0, 2**32). `seed` is a 0-dim int64 tensor, not negative."""
-    low, high = seed & MASK32, (seed >> 32) & MASK32
+def mix_bits(index: Any, low: Any, high: Any, site: int) -> Any:
+    """The hash itself, for tensors, for plain integers, and for the values that a code generator passes through it."""
     key1 = _mix(low ^ _mix(site + 1))
     key2 = _mix(high ^ key1)
+    return _mix((_mix(index ^ key1) + key2) & MASK32)
+
+
+@torch.library.custom_op("tilework::random_bits", mutates_args=())
+def _random_bits(shape: Sequence[int], seed: Tensor, site: int) -> Tensor:
     index = torch.arange(math.prod(shape), dtype=torch.int64, device=seed.device)
-    return _mix((_mix(index ^ key1) + key2) & MASK32).reshape(tuple(shape))
+    return mix_bits(index, seed & MASK32, (seed >> 32) & MASK32, site).reshape(tuple(shape))
+
+
+@_random_bits.register_fake
+def _(shape: Sequence[int], seed: Tensor, site: int) -> Tensor:
+    return torch.empty(tuple(shape), dtype=torch.int64, device=seed.device)
+
+
+def bits(shape: Sequence[int], seed: Tensor, site: int) -> Tensor:
+    """int64 values, uniform in [0, 2**32). `seed` is a 0-dim int64 tensor, not negative.
+
+    One operator, so that a graph shows it as one and a backend can write the hash into its loops."""
+    return torch.ops.tilework.random_bits(list(shape), seed, site)
 
 
 def uniform(shape: Sequence[int], seed: Tensor, site: int, dtype: torch.dtype = torch.float32) -> Tensor:

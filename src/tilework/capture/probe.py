@@ -125,7 +125,7 @@ class _WatchOperators(TorchDispatchMode):
             self.findings.add("shape", *_SHAPE)
         elif func in _UNSEEDED and func not in RANDOM_OPERATORS:
             self.findings.add("random", *_NO_RANDOM)
-        elif func.namespace not in ("aten", "prims", "prim"):
+        elif func.namespace not in ("aten", "prims", "prim", "tilework"):
             self.findings.add(
                 "operator",
                 f"operator {func} is not one of PyTorch's own, so no backend has code for it",

@@ -69,26 +69,28 @@ def _at_user_line(e: BaseException, why: str, fix: str) -> UserError:
 
 def trace(fn: Callable[..., Sequence[Tensor]], args: Sequence[Tensor]) -> Traced:
     """fn takes and returns flat tensors. It may close over tensors and change them in place."""
-    with fx_traceback.preserve_node_meta(), warnings.catch_warnings():
+    # Without oneDNN, recurrent layers are traced as the plain operators they consist of, not as one opaque operator.
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with explained():
-            module = make_fx(
-                fn,
-                tracing_mode="fake",
-                decomposition_table=_DECOMPOSITIONS,
-                _allow_non_fake_inputs=True,
-                record_stack_traces=True,
-            )(*[a.detach() for a in args])
-        _share_source_lines(module.graph)
-        closed_over = _lift(module)
-        example = [*args, *closed_over]
+        with fx_traceback.preserve_node_meta(), torch.backends.mkldnn.flags(enabled=False):
+            with explained():
+                module = make_fx(
+                    fn,
+                    tracing_mode="fake",
+                    decomposition_table=_DECOMPOSITIONS,
+                    _allow_non_fake_inputs=True,
+                    record_stack_traces=True,
+                )(*[a.detach() for a in args])
+            _share_source_lines(module.graph)
+            closed_over = _lift(module)
+            example = [*args, *closed_over]
 
-        def interpret(*values: Tensor) -> Any:
-            return torch.fx.Interpreter(module).run(*values)
+            def interpret(*values: Tensor) -> Any:
+                return torch.fx.Interpreter(module).run(*values)
 
-        functional = make_fx(torch.func.functionalize(interpret, remove="mutations"), tracing_mode="fake")(
-            *[e.detach() for e in example]
-        )
+            functional = make_fx(torch.func.functionalize(interpret, remove="mutations"), tracing_mode="fake")(
+                *[e.detach() for e in example]
+            )
     return Traced(functional, closed_over, len(args))
 
 
@@ -197,7 +199,7 @@ def _plain(value: Tensor) -> tuple[str, tuple[int, ...]]:
 def _node(node: torch.fx.Node, arg: Callable[[Any], Any], taken: set[str], section: str) -> Node:
     at = user_line_of_stack(node.stack_trace)
     target = "getitem" if node.target is operator.getitem else str(node.target)
-    if not (target == "getitem" or target.startswith(("aten.", "prims."))):
+    if not (target == "getitem" or target.startswith(("aten.", "prims.", "tilework."))):
         raise UserError(
             "capture-operator", f"operator {target} is not one of PyTorch's own, so no backend has code for it",
             places=[Place(short(*at), line_text(*at), "no backend has code for it", "write it with PyTorch's operators")]

@@ -19,7 +19,7 @@ def command(
     clear: Annotated[bool, typer.Option("--clear", help="Remove everything.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    from ..compile.cache import Cache
+    from ..compiler.cache import Cache
 
     cache = Cache()
     removed = 0

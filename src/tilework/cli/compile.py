@@ -31,7 +31,7 @@ def command(
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     from ..capture.capture import capture
-    from ..compile.build import compile_step
+    from ..compiler.build import compile_step
     from ..errors import UserError
     from ..plan.options import Options
     from ..plan.plan import plan

@@ -34,7 +34,7 @@ def _checks() -> list[dict[str, Any]]:
     import torch
 
     from ..artifact.fingerprint import machine_features
-    from ..compile.cache import cache_folder
+    from ..compiler.cache import cache_folder
 
     found: list[dict[str, Any]] = []
 

@@ -132,6 +132,8 @@ class Session:
     def follow(self, *optimizers: torch.optim.Optimizer) -> None:
         """Take hyperparameters from these host optimizers before each call: torch's LR schedulers then work as they are."""
         self._followed = list(optimizers)
+        for optimizer in optimizers:  # the scheduler's check that optimizer.step() comes first: our steps count
+            optimizer._opt_called = True  # type: ignore[attr-defined]
 
     # ---- running ----
 

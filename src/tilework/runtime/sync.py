@@ -130,6 +130,10 @@ def hyper_of(manifest: Manifest, optimizers: Sequence[torch.optim.Optimizer]) ->
         values = {k: v for k, v in host.items() if k not in ("params", "betas")}
         if "betas" in host:
             values["beta1"], values["beta2"] = host["betas"]
+        if values.get("momentum") and f"{group.prefix}.momentum" not in manifest.hyperparameters and "momentum" in host:
+            raise UserError("hyper-unknown", f"the host's optimizer has momentum by now, and group {group.prefix} was compiled "
+                            "without room for it", found=f"momentum={values['momentum']}",
+                            fix="compile with keep_momentum=True, or with an optimizer that starts with momentum")  # fmt: skip
         for name in manifest.hyperparameters:
             if name.startswith(f"{group.prefix}."):
                 key = name.removeprefix(f"{group.prefix}.")

@@ -26,7 +26,7 @@ class LeNet(nn.Module):
         return self.fc3(x)
 
 
-def build(batch_size: int = 64, lr: float = 0.05, momentum: float = 0.9) -> Step:
+def build(batch_size: int = 64, lr: float = 0.02, momentum: float = 0.9) -> Step:
     torch.manual_seed(0)
     model = LeNet()
     return Step(

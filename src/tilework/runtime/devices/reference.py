@@ -21,7 +21,7 @@ def operator_named(name: str) -> Any:
     if name == "getitem":
         return operator.getitem
     parts = name.split(".")
-    if len(parts) == 3 and parts[0] in ("aten", "prims") and parts[1] not in _REFUSED:
+    if len(parts) == 3 and parts[0] in ("aten", "prims", "tilework") and parts[1] not in _REFUSED:
         try:
             found = getattr(getattr(getattr(torch.ops, parts[0]), parts[1]), parts[2])
         except (AttributeError, RuntimeError):

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ..artifact.graph import DTYPES, Graph, Ref
 from ..errors import BugError, Place, UserError
 from ..plan.options import Options
+from . import lowerings
 
 aten = torch.ops.aten
 SIMD_BITS = {"x86-64-v3": 256, "x86-64-v4": 512, "baseline": 0}
@@ -89,6 +90,7 @@ def generate(graph: Graph, options: Options, scratch: Path) -> str:
             torch.empty_strided(graph.types[b].shape, graph.types[b].stride, dtype=DTYPES[graph.types[b].dtype])
             for b in graph.buffers
         ]
+    lowerings.register()
     with torch.no_grad(), warnings.catch_warnings(), _inductor_cache(scratch):
         warnings.simplefilter("ignore")
         try:

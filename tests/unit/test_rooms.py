@@ -1,0 +1,82 @@
+"""The rooms of the house: who may import whom."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[2] / "src" / "tilework"
+COMPILE_SIDE = {"capture", "plan", "compiler"}
+RUN_SIDE = {"runtime", "tiles", "parallel"}
+VENDOR_WORDS = ("samba", "rdu", "poptorch", "cerebras", "cstorch", "graphcore", "bckwd")
+
+
+def imports(path: Path) -> set[str]:
+    """First parts, below tilework, of everything that a file imports, wherever in the file the import stands."""
+    found = set()
+    package = path.relative_to(SOURCE.parent).with_suffix("").parts[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            prefix = ".".join([*base, *([node.module] if node.module else [])])
+            names = [f"{prefix}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        found |= {name.split(".")[1] for name in names if name.startswith("tilework.")}
+    return found
+
+
+def files(*rooms: str) -> list[Path]:
+    return [f for room in rooms for f in (SOURCE / room).rglob("*.py")]
+
+
+@pytest.mark.parametrize("path", files(*COMPILE_SIDE), ids=lambda p: str(p.relative_to(SOURCE)))
+def test_compile_side_does_not_import_the_run_side(path: Path) -> None:
+    assert not imports(path) & (RUN_SIDE | {"check", "cli"})
+
+
+@pytest.mark.parametrize("path", files("runtime"), ids=lambda p: str(p.relative_to(SOURCE)))
+def test_run_side_does_not_import_the_compile_side(path: Path) -> None:
+    assert not imports(path) & (COMPILE_SIDE | {"check", "cli", "step"})
+
+
+@pytest.mark.parametrize("path", files("artifact"), ids=lambda p: str(p.relative_to(SOURCE)))
+def test_the_artifact_imports_neither(path: Path) -> None:
+    assert imports(path) <= {"artifact", "errors"}
+
+
+def test_the_rule_can_fail() -> None:
+    assert "compiler" in imports(SOURCE / "cli" / "compile.py")
+    assert "runtime" in imports(SOURCE / "check" / "check.py")
+
+
+def test_the_engine_knows_no_vendor_word() -> None:
+    for path in SOURCE.rglob("*.py"):
+        text = path.read_text().lower()
+        assert not [word for word in VENDOR_WORDS if word in text], path
+
+
+def test_every_device_has_a_backend_and_a_runtime() -> None:
+    from tilework.plan.options import DEVICES
+
+    for device in DEVICES:
+        assert (SOURCE / "compiler" / "backends" / f"{device}.py").exists()
+        assert (SOURCE / "runtime" / "devices" / f"{device}.py").exists()
+
+
+def test_running_does_not_load_the_compiler() -> None:
+    """Loading an artifact imports neither our compile side nor torch's compiler."""
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, tilework; tilework.load; import tilework.runtime.devices.cpu;"
+        "bad = [m for m in sys.modules if m.startswith(('tilework.capture', 'tilework.plan', 'tilework.compiler',"
+        " 'torch._inductor', 'torch._dynamo'))]; print(bad); sys.exit(bool(bad))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
