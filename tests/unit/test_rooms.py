@@ -31,7 +31,7 @@ def imports(path: Path) -> set[str]:
 
 
 def files(*rooms: str) -> list[Path]:
-    return [f for room in rooms for f in (SOURCE / room).rglob("*.py")]
+    return [f for room in sorted(rooms) for f in sorted((SOURCE / room).rglob("*.py"))]
 
 
 @pytest.mark.parametrize("path", files(*COMPILE_SIDE), ids=lambda p: str(p.relative_to(SOURCE)))

@@ -49,8 +49,8 @@ def main(argv: list[str] | None = None) -> None:
     """The entry point. Every way out has its exit code, and no traceback unless it is our bug."""
     argv = sys.argv[1:] if argv is None else argv
     as_json = "--json" in argv
-    _register()
     try:
+        _register()
         code = app(args=argv, prog_name="tilework", standalone_mode=False)
     except TileworkError as e:
         if as_json:

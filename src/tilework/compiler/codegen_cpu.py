@@ -25,6 +25,7 @@ from ..plan.options import Options
 from . import lowerings
 
 aten = torch.ops.aten
+KERNELS = Path(__file__).parent / "kernels.h"
 SIMD_BITS = {"x86-64-v3": 256, "x86-64-v4": 512, "baseline": 0}
 
 
@@ -91,6 +92,7 @@ def generate(graph: Graph, options: Options, scratch: Path) -> str:
             for b in graph.buffers
         ]
     lowerings.register()
+    settings["aot_inductor.custom_ops_to_c_shims"] = lowerings.native_operators()
     with torch.no_grad(), warnings.catch_warnings(), _inductor_cache(scratch):
         warnings.simplefilter("ignore")
         try:
@@ -157,10 +159,12 @@ def slim(text: str, graph: Graph) -> str:
     for name in names.values():
         body = re.sub(rf"^ *{name}\.reset\(\);$\n", "", body, flags=re.M)
     body = body.replace("this->device_idx_", "0")
+    body = re.sub(r"\baoti_torch_cpu_(mm|bmm|addmm)_out\(", r"tilework::\1_out(", body)
     expect("this->" not in body, "independent body")
     return f"""// Tilework program {graph.name}
 #include <cstdio>
 #include <torch/csrc/inductor/aoti_include/cpu.h>
+{KERNELS.read_text()}
 {kernels}
 {declarations}
 namespace torch::aot_inductor {{

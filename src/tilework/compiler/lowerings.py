@@ -8,7 +8,26 @@ from typing import Any
 
 import torch
 
+from .. import operators  # noqa: F401  (defines torch.ops.tilework.small_conv and its gradients)
 from ..random import mix_bits
+
+_PAIRS = "const int64_t* stride, int64_t, const int64_t* padding, int64_t, const int64_t* dilation, int64_t, int64_t groups"
+_TENSORS = "AtenTensorHandle a, AtenTensorHandle b"
+
+
+def native_operators() -> dict[Any, list[str]]:
+    """Operators that the generated code calls by a plain C name; kernels.h has them."""
+    ops = torch.ops.tilework
+    shape = "const int64_t* shape, int64_t"
+    return {
+        ops.small_conv.default: [f"AOTITorchError aoti_torch_cpu_small_conv({_TENSORS}, {_PAIRS}, AtenTensorHandle* ret)"],
+        ops.small_conv_input_grad.default: [
+            f"AOTITorchError aoti_torch_cpu_small_conv_input_grad({_TENSORS}, {shape}, {_PAIRS}, AtenTensorHandle* ret)"
+        ],
+        ops.small_conv_weight_grad.default: [
+            f"AOTITorchError aoti_torch_cpu_small_conv_weight_grad({_TENSORS}, {shape}, {_PAIRS}, AtenTensorHandle* ret)"
+        ],
+    }
 
 
 class _Value:

@@ -12,7 +12,7 @@ from ..capture.capture import StepGraph
 from ..errors import UserError
 from .cost import Cost, cost_of
 from .options import Options
-from .passes import accumulate, join
+from .passes import accumulate, join, small_convolutions
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,8 @@ def plan(step: StepGraph, options: Options) -> Plan:
             found="no loss: forward returns no scalar, and no loss function was given",
             expected="loss=... (a function, or the position of the loss among forward's outputs)",
         )
+    if options.device == "cpu" and "small_convolutions" not in options.disable:
+        programs = {name: small_convolutions(graph) for name, graph in programs.items()}
     buffers: dict[str, TensorType] = {}
     for graph in programs.values():
         for buffer, kind in graph.types.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import platform
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -32,6 +33,7 @@ class CpuBackend:
             "flags": " ".join(toolchain.flags(options)),
             "features": " ".join(toolchain.needed_features(options)),
             "code_version": CODE_VERSION,
+            "kernels": hashlib.sha256(codegen_cpu.KERNELS.read_bytes()).hexdigest(),
         }
         header: Path | None = None
 

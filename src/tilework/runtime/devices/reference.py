@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ... import operators  # noqa: F401  (defines our own operators)
 from ...artifact.graph import Graph, Ref
 from ...artifact.reader import Artifact
 from ...errors import UserError

@@ -1,0 +1,123 @@
+"""Our own operators and the passes that use them, against PyTorch: every stride, padding, dilation and group."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import tilework
+from models import MODELS
+from tilework.artifact.structure import flatten
+from tilework.capture.capture import capture
+from tilework.plan.passes import SMALL_BATCH
+from tilework.plan.plan import plan
+
+SHAPES = [
+    # in, out, kernel, stride, padding, dilation, groups, (h, w)
+    (3, 4, (3, 3), (1, 1), (0, 0), (1, 1), 1, (7, 6)),
+    (4, 6, (3, 2), (2, 1), (1, 2), (1, 1), 2, (9, 5)),
+    (2, 2, (5, 5), (1, 1), (4, 4), (1, 1), 1, (4, 4)),  # more padding than image
+    (4, 4, (3, 3), (2, 3), (2, 1), (2, 2), 4, (11, 12)),
+    (1, 8, (1, 1), (1, 1), (0, 0), (1, 1), 1, (5, 1)),
+    (6, 3, (2, 5), (3, 2), (0, 3), (1, 2), 3, (8, 10)),
+]
+
+
+class Convolutions(nn.Module):
+    """All shapes in one model: one native compile for all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(
+            nn.Conv2d(i, o, k, s, p, d, g, bias=n % 2 == 0) for n, (i, o, k, s, p, d, g, _) in enumerate(SHAPES)
+        )
+
+    def forward(self, *images):
+        return sum(conv(x).square().mean() for conv, x in zip(self.convs, images, strict=True))
+
+
+def test_small_convolutions_of_every_shape(workshop) -> None:
+    torch.manual_seed(0)
+    model = Convolutions()
+    images = tuple(torch.randn(3, s[0], *s[7], requires_grad=True) for s in SHAPES)
+    step = tilework.Step(model=model, inputs=images, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    path = workshop / "convs.pef"
+    tilework.compile(step, path, options=tilework.Options(opt_level=1, programs="sections"), weights="inside")
+    text = tilework.read_artifact(path).graphs["bwd"].to_text()
+    assert "small_conv_input_grad" in text and "small_conv_weight_grad" in text and "aten.convolution" not in text
+    session = tilework.load(path)
+    loss = session.run(*[i.detach() for i in images], sections=["fwd", "bwd"]).loss
+    expected = model(*images)
+    expected.backward()
+    assert torch.allclose(loss, expected, rtol=1e-5)
+    gradients = session.gradients()
+    for name, p in model.named_parameters():
+        assert torch.allclose(gradients[name], p.grad, rtol=1e-4, atol=1e-6), name
+    for argument, image in zip(session.manifest.inputs, images, strict=True):
+        assert torch.allclose(gradients[f"input/{argument.name}"], image.grad, rtol=1e-4, atol=1e-6), argument.name
+
+
+@pytest.mark.parametrize("name", ["conv_bn", "dropout"])
+def test_a_pass_can_be_turned_off_and_changes_nothing(name: str, workshop) -> None:
+    losses = []
+    for off in ((), ("small_convolutions",), ("small_convolutions", "fuse")):
+        step = MODELS[name]()
+        options = tilework.Options(device="cpu", opt_level=1, programs="all" if "fuse" in off else "fused", disable=off)
+        path = workshop / f"{name}-{len(off)}.pef"
+        tilework.compile(step, path, options=options, weights="inside")
+        session = tilework.load(path)
+        assert ("step" in session.manifest.programs) == ("fuse" not in off)
+        text = "".join(g.to_text() for g in session.artifact.graphs.values())
+        assert ("small_conv" in text) == (not off)
+        inputs = [*flatten(step.inputs)[0], *flatten(step.targets)[0]]
+        losses.append(torch.stack([session.run(*inputs).loss for _ in range(4)]))
+    for a, b in itertools.combinations(losses, 2):
+        assert torch.allclose(a, b, rtol=1e-5)
+
+
+def test_large_convolutions_stay_with_the_library() -> None:
+    torch.manual_seed(0)
+    model = nn.Conv2d(3, 4, 3)
+    for batch, small in ((SMALL_BATCH, True), (SMALL_BATCH + 1, False)):
+        step = tilework.Step(model=model, inputs=(torch.randn(batch, 3, 8, 8),), loss=lambda out: out.sum(), targets=())
+        graph = plan(capture(step), tilework.Options()).programs["fwd"]
+        assert any(n.op == "tilework.small_conv.default" for n in graph.nodes) == small
+        assert any(n.op == "aten.convolution.default" for n in graph.nodes) != small
+
+
+def test_matrix_products_of_every_layout(workshop) -> None:
+    """Transposed, sliced, broadcast and degenerate operands, float32 and float64, with and without a bias."""
+
+    class Products(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(6, 5))
+            self.b1, self.b2, self.b0 = nn.Parameter(torch.randn(5)), nn.Parameter(torch.randn(4, 1)), nn.Parameter(torch.randn(1))
+
+        def forward(self, x, cube):
+            parts = [
+                x @ self.w, x.t() @ x, x[:, ::2] @ self.w[::2], x[:1] @ self.w, x[:, :1] @ self.w[:1], x @ self.w[:, :1],
+                torch.addmm(self.b1, x, self.w), torch.addmm(self.b2, x, self.w, beta=0.5, alpha=2), torch.addmm(self.b0, x, self.w),
+                cube @ cube.transpose(1, 2), cube.transpose(0, 1) @ cube.permute(1, 2, 0), cube[:, :1] @ cube.mT[:, :, ::2],
+                torch.bmm(cube.expand(3, 4, 6)[:, :, :1], cube[:, :1]), x.double() @ self.w.double(),
+                self.w.t().contiguous().t() @ self.w.t(), x.expand(4, 6) @ self.w.flip(0),
+            ]  # fmt: skip
+            return sum(p.sin().mean().float() for p in parts)
+
+    torch.manual_seed(0)
+    model = Products()
+    x, cube = torch.randn(4, 6, requires_grad=True), torch.randn(3, 4, 6, requires_grad=True)
+    step = tilework.Step(model=model, inputs=(x, cube), optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    tilework.compile(step, workshop / "mm.pef", options=tilework.Options(opt_level=1, programs="sections"), weights="inside")
+    session = tilework.load(workshop / "mm.pef")
+    loss = session.run(x.detach(), cube.detach(), sections=["fwd", "bwd"]).loss
+    expected = model(x, cube)
+    expected.backward()
+    assert torch.allclose(loss, expected, rtol=1e-5, atol=1e-6)
+    gradients = session.gradients()
+    for name, p in [*model.named_parameters(), ("input/x", x), ("input/cube", cube)]:
+        assert torch.allclose(gradients[name], p.grad, rtol=1e-4, atol=1e-5), name
+
