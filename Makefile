@@ -29,10 +29,10 @@ lint: setup
 	@$(BIN)/mypy
 
 test: lint
-	@$(BIN)/pytest $(ARGS)
+	@$(BIN)/python -m pytest -n 2 $(ARGS)
 
 test-full: lint
-	@TILEWORK_FULL=1 $(BIN)/python scripts/test_full.py $(ARGS)
+	@$(BIN)/python scripts/test_full.py $(ARGS)
 
 wheel: setup
 	@$(BIN)/python -m build --wheel --no-isolation

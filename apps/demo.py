@@ -67,7 +67,10 @@ def worker(contender: str, out: Path, epochs: int, folder: Path | None) -> None:
             if not first:
                 first = time.time() - START
             if len(losses) % 500 == 0:
-                print(f"  {contender}: epoch {epoch + 1}/{epochs}, step {len(losses)}, loss {losses[-1]:.4f}", file=sys.stderr)
+                print(
+                    f"  {contender}: epoch {epoch + 1}/{epochs}, step {len(losses)}, loss {losses[-1]:.4f}",
+                    file=sys.stderr,
+                )
     x, y = digits.load("test", folder)
     right = sum(int((evaluate(a).argmax(1) == b).sum()) for a, b in digits.batches(x, y, BATCH_SIZE, None))
     accuracy = right / (len(x) // BATCH_SIZE * BATCH_SIZE)
@@ -160,7 +163,16 @@ def main() -> None:
     console.print(f"[3/4] training {args.epochs} epochs on {data}, each contender in a new process")
     results = {}
     for contender in CONTENDERS:
-        command = [sys.executable, __file__, "--worker", contender, "--out", str(args.out), "--epochs", str(args.epochs)]
+        command = [
+            sys.executable,
+            __file__,
+            "--worker",
+            contender,
+            "--out",
+            str(args.out),
+            "--epochs",
+            str(args.epochs),
+        ]
         command += ["--data-path", str(args.data_path)] if args.data_path else []
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         if done.returncode:
@@ -184,7 +196,12 @@ def main() -> None:
     summary = {c: {"accuracy": results[c]["accuracy"], "steps_per_second": speed[c], "first_step": results[c]["first_step"]}
                for c in CONTENDERS}  # fmt: skip
     (args.out / "result.json").write_text(json.dumps(summary, indent=1))
-    for what, name in (("artifact", "lenet.pef"), ("log", "log.jsonl"), ("loss curve", "loss.png"), ("figures", "result.json")):
+    for what, name in (
+        ("artifact", "lenet.pef"),
+        ("log", "log.jsonl"),
+        ("loss curve", "loss.png"),
+        ("figures", "result.json"),
+    ):
         console.print(f"{what:<10} {args.out / name}")
 
 

@@ -14,10 +14,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 import tilework
+from models import MODELS
 from tilework.compiler.build import compile_step
 from tilework.plan.options import Options
-
-from models import MODELS
 
 FULL = os.environ.get("TILEWORK_FULL") == "1"
 

@@ -41,7 +41,7 @@ def canary_library(folder: Path, mark: Path) -> bytes:
     """A shared library that writes `mark` as soon as it is opened."""
     source, target = folder / "canary.c", folder / "canary.so"
     source.write_text(
-        f'#include <stdio.h>\n__attribute__((constructor)) static void sing(void) '
+        f"#include <stdio.h>\n__attribute__((constructor)) static void sing(void) "
         f'{{ FILE* f = fopen("{mark}", "w"); if (f) fclose(f); }}\n'
     )
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", str(target), str(source)], check=True)
@@ -73,7 +73,8 @@ def mutate_bytes(data: bytes, r: random.Random) -> bytes:
     return bytes(b)
 
 
-_VALUES: list[Any] = [None, True, False, 0, 1, -1, 2**31, 2**63, -(2**70), 1e308, float("inf"), "", "x", "../x", "cpu", "aten.mm.default",
+_VALUES: list[Any] = [None, True, False, 0, 1, -1, 2**31, 2**63, -(2**70), 1e308, float("inf"), "", "x", "../x",
+           "cpu", "aten.mm.default",
            "\0", "a" * 3000, [], {}, [[]], {"ref": "x"}, [None], {"": 0}, ["leaf"], ["tuple", ["leaf"]]]  # fmt: skip
 
 

@@ -1,10 +1,10 @@
 """Tilework compiles a whole PyTorch training step into one file, and runs that file on tiles.
 
-    import tilework
+import tilework
 
-    tilework.compile(tilework.Step(model=model, inputs=(x,), targets=(y,), loss=loss, optimizer=optimizer), "m.pef")
-    session = tilework.load("m.pef")
-    session.run(x, y).loss
+tilework.compile(tilework.Step(model=model, inputs=(x,), targets=(y,), loss=loss, optimizer=optimizer), "m.pef")
+session = tilework.load("m.pef")
+session.run(x, y).loss
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .artifact.reader import Artifact as Artifact
     from .artifact.reader import read_artifact as read_artifact
     from .compiler.build import Compiled as Compiled
-    from .compiler.build import compile_step as compile
+    from .compiler.build import compile_step as compile  # noqa: F401
     from .errors import BugError as BugError
     from .errors import MachineError as MachineError
     from .errors import TileworkError as TileworkError

@@ -22,9 +22,7 @@ def small_conv(
 
 
 @small_conv.register_fake
-def _(
-    x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int
-) -> Tensor:
+def _(x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int) -> Tensor:
     like = aten.convolution(x, weight, None, stride, padding, dilation, False, [0, 0], groups)
     return x.new_empty(like.shape)
 

@@ -41,9 +41,7 @@ class LAMB(torch.optim.Optimizer):
                 state["exp_avg"].lerp_(p.grad, 1 - beta1)
                 state["exp_avg_sq"].mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
                 t = state["step"].item()
-                direction = (state["exp_avg"] / (1 - beta1**t)) / (
-                    (state["exp_avg_sq"] / (1 - beta2**t)).sqrt() + group["eps"]
-                )
+                direction = (state["exp_avg"] / (1 - beta1**t)) / ((state["exp_avg_sq"] / (1 - beta2**t)).sqrt() + group["eps"])
                 direction.add_(p, alpha=group["weight_decay"])
                 p_norm, d_norm = p.norm(), direction.norm()
                 trust = torch.where((p_norm > 0) & (d_norm > 0), p_norm / d_norm, 1.0)

@@ -56,7 +56,7 @@ WITH_LIBRARY_CALLS = ["unet", "attention"]
 @pytest.mark.parametrize("num_steps", [1, 5])
 def test_no_python_and_no_dispatch(session_of, name: str, num_steps: int) -> None:
     session, step = session_of(name, "cpu")
-    native, alive = prepared(session, step, num_steps)
+    native, _alive = prepared(session, step, num_steps)
     before = session.tensors()
     with Counter() as counter:
         frames = frames_during(lambda: session._device.execute(native))
@@ -68,7 +68,7 @@ def test_no_python_and_no_dispatch(session_of, name: str, num_steps: int) -> Non
 @pytest.mark.parametrize("name", WITH_LIBRARY_CALLS)
 def test_no_python_beside_library_calls(session_of, name: str) -> None:
     session, step = session_of(name, "cpu")
-    native, alive = prepared(session, step, 5)
+    native, _alive = prepared(session, step, 5)
     assert frames_during(lambda: session._device.execute(native)) == ["<lambda>", "execute"]
 
 
@@ -78,7 +78,7 @@ def test_the_demo_model_dispatches_nothing(workshop) -> None:
     step = build(batch_size=8)
     tilework.compile(step, workshop / "lenet.pef", options=tilework.Options(opt_level=1, programs="fused"), weights="inside")
     session = tilework.load(workshop / "lenet.pef")
-    native, alive = prepared(session, step, 2)
+    native, _alive = prepared(session, step, 2)
     with Counter() as counter:
         frames = frames_during(lambda: session._device.execute(native))
     assert frames == ["<lambda>", "execute"] and counter.operators == []

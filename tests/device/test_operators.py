@@ -95,12 +95,17 @@ def test_matrix_products_of_every_layout(workshop) -> None:
         def __init__(self) -> None:
             super().__init__()
             self.w = nn.Parameter(torch.randn(6, 5))
-            self.b1, self.b2, self.b0 = nn.Parameter(torch.randn(5)), nn.Parameter(torch.randn(4, 1)), nn.Parameter(torch.randn(1))
+            self.b1, self.b2, self.b0 = (
+                nn.Parameter(torch.randn(5)),
+                nn.Parameter(torch.randn(4, 1)),
+                nn.Parameter(torch.randn(1)),
+            )
 
         def forward(self, x, cube):
             parts = [
                 x @ self.w, x.t() @ x, x[:, ::2] @ self.w[::2], x[:1] @ self.w, x[:, :1] @ self.w[:1], x @ self.w[:, :1],
-                torch.addmm(self.b1, x, self.w), torch.addmm(self.b2, x, self.w, beta=0.5, alpha=2), torch.addmm(self.b0, x, self.w),
+                torch.addmm(self.b1, x, self.w), torch.addmm(self.b2, x, self.w, beta=0.5, alpha=2),
+                torch.addmm(self.b0, x, self.w),
                 cube @ cube.transpose(1, 2), cube.transpose(0, 1) @ cube.permute(1, 2, 0), cube[:, :1] @ cube.mT[:, :, ::2],
                 torch.bmm(cube.expand(3, 4, 6)[:, :, :1], cube[:, :1]), x.double() @ self.w.double(),
                 self.w.t().contiguous().t() @ self.w.t(), x.expand(4, 6) @ self.w.flip(0),
@@ -120,4 +125,3 @@ def test_matrix_products_of_every_layout(workshop) -> None:
     gradients = session.gradients()
     for name, p in [*model.named_parameters(), ("input/x", x), ("input/cube", cube)]:
         assert torch.allclose(gradients[name], p.grad, rtol=1e-4, atol=1e-5), name
-

@@ -68,6 +68,7 @@ def test_bfloat16(session_of, name: str) -> None:
 
 def test_pure_bfloat16_model(session_of, workshop) -> None:
     """A model that the user turned to bf16 keeps bf16 parameters, as in eager."""
+
     def make() -> tilework.Step:
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)).bfloat16()

@@ -374,7 +374,12 @@ def test_inputs_as_the_dict_they_were_compiled_with(session_of, device: str) -> 
 def test_keeping_gradients_in_the_fused_step(workshop) -> None:
     step = MODELS["linear"]()
     path = workshop / "kept.pef"
-    tilework.compile(step, path, options=tilework.Options(device="reference", programs="fused", keep_gradients=True), weights="inside")
+    tilework.compile(
+        step,
+        path,
+        options=tilework.Options(device="reference", programs="fused", keep_gradients=True),
+        weights="inside",
+    )
     session = tilework.load(path)
     session.run(*inputs_of(step))
     assert session.gradients()["fc.weight"].abs().sum() > 0

@@ -29,7 +29,12 @@ ROOT = Path(__file__).parents[2]
 def good(tmp_path_factory) -> Path:
     """An artifact with constants and weights inside, for the reference device."""
     path = tmp_path_factory.mktemp("good") / "residual.pef"
-    tilework.compile(MODELS["residual"](metadata={"note": [1, "two"]}), path, options=tilework.Options(device="reference"), weights="inside")
+    tilework.compile(
+        MODELS["residual"](metadata={"note": [1, "two"]}),
+        path,
+        options=tilework.Options(device="reference"),
+        weights="inside",
+    )
     return path
 
 
@@ -150,7 +155,14 @@ def test_newer_and_older_versions(good: Path, tmp_path: Path) -> None:
 
 
 def test_names_that_lead_outside(good: Path, tmp_path: Path) -> None:
-    for name in ("../../evil.txt", "/etc/passwd", "graphs/../../x.json", "native/..\\x.so", "payload.pkl", "native/x.py"):
+    for name in (
+        "../../evil.txt",
+        "/etc/passwd",
+        "graphs/../../x.json",
+        "native/..\\x.so",
+        "payload.pkl",
+        "native/x.py",
+    ):
         path = forge.write(tmp_path / "p.pef", forge.members_of(good) | {name: b"x"})
         refused(path, "leads out" if (".." in name or name[0] == "/") else "no artifact has")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["p.pef"]
@@ -197,12 +209,23 @@ def test_owner_and_mode(good: Path, tmp_path: Path, monkeypatch) -> None:
 def test_fingerprint_names_each_part_that_differs(native: Path, tmp_path: Path) -> None:
     members = forge.members_of(native)
     fingerprint = json.loads(members["manifest.json"])["fingerprint"]
-    fingerprint |= {"torch": [2, 99], "features": [*fingerprint["features"], "avx9000"], "glibc": [9, 9], "architecture": "riscv128"}
+    fingerprint |= {
+        "torch": [2, 99],
+        "features": [*fingerprint["features"], "avx9000"],
+        "glibc": [9, 9],
+        "architecture": "riscv128",
+    }
     path = forge.write(tmp_path / "m.pef", forge.change_manifest(members, fingerprint=fingerprint))
     with pytest.raises(tilework.MachineError) as e:
         tilework.load(path)
     assert e.value.exit_code == 3
-    for words in ("torch: needs 2.99", "avx9000", "glibc: needs 9.9", "architecture: needs riscv128", "--isa x86-64-v3"):
+    for words in (
+        "torch: needs 2.99",
+        "avx9000",
+        "glibc: needs 9.9",
+        "architecture: needs riscv128",
+        "--isa x86-64-v3",
+    ):
         assert words in str(e.value)
     assert "device" not in str(e.value).split("\n", 1)[1].split("see:")[0].replace("this machine", "")
     tilework.load(path, device="reference")  # replaying graphs needs none of it
@@ -219,7 +242,7 @@ def test_memory_is_checked_before_it_is_taken(good: Path, tmp_path: Path) -> Non
     members = forge.members_of(good)
     buffers = json.loads(members["manifest.json"])["buffers"]
     buffers["extra/huge"] = {"dtype": "float32", "shape": [2**36], "stride": [1]}
-    with pytest.raises(tilework.UserError, match="do not fit into memory"):
+    with pytest.raises(tilework.MachineError, match="do not fit into memory"):
         tilework.load(forge.write(tmp_path / "m.pef", forge.change_manifest(members, buffers=buffers)))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -92,7 +94,7 @@ def counts(self, x):
 )
 def test_one_place(forward, line: str, fix: str, capsys) -> None:
     text = report(forward)
-    number = next(i for i, s in enumerate(open(__file__), 1) if line in s and "HERE" in s)
+    number = next(i for i, s in enumerate(Path(__file__).read_text().splitlines(), 1) if line in s and "HERE" in s)
     assert f"test_capture_errors.py:{number}" in text
     assert line in text and fix in text and "why:" in text
     assert "1 place" in text and "docs/errors.md#capture-python" in text
@@ -110,7 +112,7 @@ def test_append_to_a_list_is_found() -> None:
 
     m = Keeps()
     text = report(None, model=m)
-    number = next(i for i, s in enumerate(open(__file__), 1) if "HERE keeps" in s)
+    number = next(i for i, s in enumerate(Path(__file__).read_text().splitlines(), 1) if "HERE keeps" in s)
     assert f"test_capture_errors.py:{number}" in text and "register_buffer" in text
 
 

@@ -113,14 +113,19 @@ def test_a_really_full_disk(tmp_path: Path) -> None:
     """A file system of 16 kB."""
     place = tmp_path / "small"
     place.mkdir()
-    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "none", str(place)], capture_output=True).returncode:
+    if (
+        os.geteuid() != 0
+        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "none", str(place)], capture_output=True).returncode
+    ):
         pytest.skip("mounting a small file system needs root")
     try:
         done = subprocess.run(compile_command(place / "m.pef", name="unet"), env=os.environ | {"PYTHONPATH": str(TESTS)},
                               capture_output=True, text=True)  # fmt: skip
         assert done.returncode == 3 and "no space left" in done.stderr, done.stderr
         assert [p.name for p in place.iterdir() if p.suffix == ".pef" or ".part" in p.name] == []
-        full = subprocess.run(compile_command(tmp_path / "m.pef", "cpu"), env=environment(place / "cache"), capture_output=True, text=True)
+        full = subprocess.run(
+            compile_command(tmp_path / "m.pef", "cpu"), env=environment(place / "cache"), capture_output=True, text=True
+        )
         assert full.returncode == 3 and "no space left" in full.stderr, full.stderr
         assert not (tmp_path / "m.pef").exists()
     finally:

@@ -44,7 +44,11 @@ def test_neighbours_are_independent(lag: int) -> None:
 
 def test_sites_and_steps_are_independent() -> None:
     base = uniform((N,), seed_of(0), 0)
-    for other in (uniform((N,), seed_of(0), 1), uniform((N,), seed_of(1), 0), uniform((N,), torch.tensor(next_seed(43, 0)), 0)):
+    for other in (
+        uniform((N,), seed_of(0), 1),
+        uniform((N,), seed_of(1), 0),
+        uniform((N,), torch.tensor(next_seed(43, 0)), 0),
+    ):
         assert correlation(base, other) < 5 / math.sqrt(N)
         assert not torch.equal(base, other)
 
@@ -58,7 +62,7 @@ def test_every_bit_is_balanced() -> None:
 
 def test_uniform_and_normal_have_their_distributions() -> None:
     u, n = uniform((N,), seed_of(0), 0).double(), normal((N,), seed_of(0), 0).double()
-    assert 0 <= u.min() and u.max() < 1
+    assert u.min() >= 0 and u.max() < 1
     assert abs(u.mean() - 0.5) < 0.005 and abs(u.var() - 1 / 12) < 0.002
     assert abs(n.mean()) < 0.02 and abs(n.std() - 1) < 0.01 and abs((n**4).mean() - 3) < 0.1
 

@@ -221,9 +221,10 @@ def _check_members(members: dict[str, bytes], manifest: Manifest, path: Path) ->
                 raise _bad("artifact-manifest", path, f"program {name} names a member that is not there", found=member)
         if program.code is not None and not program.code.startswith("native/"):
             raise _bad("artifact-manifest", path, f"program {name}: code is not a native member", found=program.code)
-    if manifest.fingerprint.device == "cpu":
-        if "native/driver.so" not in members or any(p.code is None for p in manifest.programs.values()):
-            raise _bad("artifact-manifest", path, "an artifact for the cpu device lacks native code")
+    if manifest.fingerprint.device == "cpu" and (
+        "native/driver.so" not in members or any(p.code is None for p in manifest.programs.values())
+    ):
+        raise _bad("artifact-manifest", path, "an artifact for the cpu device lacks native code")
     if manifest.weights.where == "inside" and "weights.safetensors" not in members:
         raise _bad("artifact-manifest", path, "the weights should be inside, and are not")
 

@@ -1,12 +1,12 @@
 """Writes an artifact: a zip of readable members, each with its SHA-256, that appears whole or not at all.
 
-    manifest.json            what it is (docs/manifest.schema.json)
-    graphs/<program>.json    the graph, as data          graphs/<program>.txt   the same, to read
-    native/<program>.so      machine code                native/driver.so       the loop around it
-    constants.safetensors    tensors that the model holds as attributes
-    weights.safetensors      parameters, buffers and optimizer state, where they are kept inside
-    report.txt               what was planned and built
-    digest.json              SHA-256 of every other member, and of them all together
+manifest.json            what it is (docs/manifest.schema.json)
+graphs/<program>.json    the graph, as data          graphs/<program>.txt   the same, to read
+native/<program>.so      machine code                native/driver.so       the loop around it
+constants.safetensors    tensors that the model holds as attributes
+weights.safetensors      parameters, buffers and optimizer state, where they are kept inside
+report.txt               what was planned and built
+digest.json              SHA-256 of every other member, and of them all together
 """
 
 from __future__ import annotations

@@ -135,9 +135,7 @@ class _Capture:
         """(inputs, targets) in the user's structure, as leaves of their own."""
         flat = self.flat if flat is None else flat
         leaves = [f.detach().clone() if f is e else f for f, e in zip(flat, self.flat, strict=True)]
-        leaves = [
-            leaf.detach().requires_grad_() if e.requires_grad else leaf for leaf, e in zip(leaves, self.flat, strict=True)
-        ]
+        leaves = [leaf.detach().requires_grad_() if e.requires_grad else leaf for leaf, e in zip(leaves, self.flat, strict=True)]
         self.last_leaves = leaves
         n = len(self.example_inputs)
         return unflatten(self.input_structure, iter(leaves[:n])), unflatten(self.target_structure, iter(leaves[n:]))
@@ -198,10 +196,7 @@ class _Capture:
         outs = self._output_names()
         trainable = list(probe.trainable.values())
         wanted_inputs = [i for i, e in enumerate(self.flat) if e.requires_grad]
-        if with_outgrads:
-            sources = [i for i, d in enumerate(probe.differentiable) if d]
-        else:
-            sources = list(probe.losses)
+        sources = [i for i, d in enumerate(probe.differentiable) if d] if with_outgrads else list(probe.losses)
         outgrads = [torch.ones_like(probe.outputs[i]) for i in sources] if with_outgrads else []
         replaced: list[str] = []
 
@@ -239,27 +234,28 @@ class _Capture:
 
     def _opt(self, bwd: Graph) -> Graph:
         """Clipping and updates: reads gradients, writes parameters and optimizer state."""
-        reads, example, results = [], [], []
+        reads: list[str] = []
+        example: list[Tensor] = []
+        results: list[str] = []
         have = {b.removeprefix("grad/") for b in bwd.written if not b.startswith("grad/input/")}
         self.updated = [k for g in self.groups for k in g.params if k in have]
         for k in self.updated:
             reads += [f"param/{k}", f"grad/{k}"]
             example += [self.probe.trainable[k].detach()] * 2
-        self.state: dict[str, TensorType] = {}
         for g in self.groups:
             for k in g.params:
                 for s in g.rule.state if k in have else ():
                     reads.append(f"state/{k}/{s}")
                     example.append(self.probe.trainable[k].detach())
-        for opt in dict.fromkeys(g.optimizer for g in self.groups):
-            reads.append(f"state/{opt}/step")
+        for name in dict.fromkeys(g.optimizer for g in self.groups):
+            reads.append(f"state/{name}/step")
             example.append(torch.tensor(0))
         for name in self.hyper:
             if name.startswith("opt") or name in ("clip_norm", "clip_value"):
                 reads.append(f"hyper/{name}")
                 example.append(torch.tensor(1.0, dtype=torch.float64))
 
-        def opt(*args: Tensor) -> list[Tensor]:
+        def update(*args: Tensor) -> list[Tensor]:
             v = dict(zip(reads, args, strict=True))
             results.clear()
             new: list[Tensor] = []
@@ -284,12 +280,12 @@ class _Capture:
                     result(f"param/{k}", updated)
                     for name, value in state.items():
                         result(f"state/{k}/{name}", value)
-            for opt_name in dict.fromkeys(g.optimizer for g in self.groups):
-                result(f"state/{opt_name}/step", v[f"state/{opt_name}/step"] + 1)
+            for name in dict.fromkeys(g.optimizer for g in self.groups):
+                result(f"state/{name}/step", v[f"state/{name}/step"] + 1)
             return new
 
         with torch.no_grad():
-            traced = trace(opt, example)
+            traced = trace(update, example)
         return to_graph("opt", traced, reads, results, "opt")
 
     def _infer(self) -> tuple[Graph, Structure]:

@@ -182,7 +182,8 @@ class Group:
 def groups_of(step: Step, trainable: dict[str, Tensor], keep_momentum: bool) -> list[Group]:
     """Every group with the names of those of its parameters that get a gradient (torch skips the others too)."""
     names = {id(p): name for name, p in trainable.items()}
-    found, taken = [], set()
+    found: list[Group] = []
+    taken: set[str] = set()
     for i, optimizer in enumerate(step.optimizers):
         for j, group in enumerate(optimizer.param_groups):
             params = tuple(names[id(p)] for p in group["params"] if id(p) in names and p.requires_grad)

@@ -42,11 +42,11 @@ def partition(joint: Graph) -> tuple[Graph, Graph]:
         ref = todo.pop()
         if ref in tainted or ref in saved or ref in repeated:
             continue
-        node = made_forward.get(ref)
-        if node is not None and _is_free(node):
-            repeated[ref] = node
-            todo += node.refs()
-        elif node is not None or ref in changed:  # a buffer that fwd changes must be kept as it was
+        made = made_forward.get(ref)
+        if made is not None and _is_free(made):
+            repeated[ref] = made
+            todo += made.refs()
+        elif made is not None or ref in changed:  # a buffer that fwd changes must be kept as it was
             saved[ref] = f"saved/{ref.replace('/', '.')}"
 
     types = dict(joint.types)
@@ -86,4 +86,3 @@ def label_sections(joint: Graph, grads: set[str]) -> Graph:
             needed.update(node.refs())
     nodes = tuple(replace(n, section="fwd" if n.name in needed else "bwd") for n in joint.nodes)
     return replace(joint, nodes=nodes)
-

@@ -53,7 +53,10 @@ _DYNAMIC_SHAPES = {
     aten.unique_dim.default, aten.unique_consecutive.default, aten.unique_dim_consecutive.default,
     aten.bincount.default, aten.repeat_interleave.Tensor, aten.histc.default,
 }  # fmt: skip
-_NO_RANDOM = ("it draws random numbers in a way that has no seeded form", "use torch.rand, randn, bernoulli or F.dropout")
+_NO_RANDOM = (
+    "it draws random numbers in a way that has no seeded form",
+    "use torch.rand, randn, bernoulli or F.dropout",
+)
 _UNSEEDED = {aten.multinomial.default, aten.randperm.default, aten.poisson.default, aten.geometric_.default,
              aten.cauchy_.default, aten.log_normal_.default, aten.random_.default}  # fmt: skip
 
@@ -87,9 +90,9 @@ class _Findings:
         why, fix = _READS[method]
         if at is not None:
             text = line_text(*at)
-            if method == "__bool__" and text.startswith("while"):
-                why, fix = _LOOP
-            elif method in ("__int__", "__index__") and text.startswith("for"):
+            if (method == "__bool__" and text.startswith("while")) or (
+                method in ("__int__", "__index__") and text.startswith("for")
+            ):
                 why, fix = _LOOP
         # every way to read a value at one line is one finding
         self.add("read", why, fix, at)
@@ -247,7 +250,7 @@ def _line_that_names(module: nn.Module, name: str) -> tuple[str, int] | None:
 
 @contextmanager
 def preserved(step: Step) -> Iterator[None]:
-    """Buffers, their registrations, the values of unregistered tensors' versions and torch's random state, put back after."""
+    """Buffers, their registrations and values, train or eval mode, and torch's random state, put back afterwards."""
     modules = [m for _, root in step.modules for m in root.modules()]
     registered = [(m, dict(m._buffers)) for m in modules]
     values = [(b, b.detach().clone()) for _, root in step.modules for b in root.buffers()]
@@ -307,7 +310,9 @@ def run_probe(step: Step, example: Callable[[], tuple[Any, Any]]) -> Probe:
         trainable = _leaves(step, outputs)
     buffers = {f"{prefix}{k}": b for prefix, root in step.modules for k, b in root.named_buffers()}
     known = {id(t) for t in trainable.values()}
-    frozen = {f"{pre}{k}": p for pre, root in step.modules for k, p in root.named_parameters() if id(p) not in known}
+    frozen: dict[str, Tensor] = {
+        f"{pre}{k}": p for pre, root in step.modules for k, p in root.named_parameters() if id(p) not in known
+    }
     return Probe(
         outputs=[o.detach() for o in outputs],
         structure=structure,
@@ -324,7 +329,7 @@ def _leaves(step: Step, outputs: list[Tensor]) -> dict[str, Tensor]:
     """Every tensor at the far end of the autograd graph, by name: also those that no module has registered."""
     found: dict[int, Tensor] = {}
     seen: set[Any] = set()
-    todo = [o.grad_fn for o in outputs if o.grad_fn is not None]
+    todo: list[Any] = [o.grad_fn for o in outputs if o.grad_fn is not None]
     while todo:
         fn = todo.pop()
         if fn is None or fn in seen:

@@ -28,7 +28,12 @@ aten = torch.ops.aten
 
 # native_batch_norm does not declare that it changes the running statistics; its decomposition does so in the open.
 _DECOMPOSITIONS = get_decompositions(
-    [aten.native_batch_norm, aten.native_batch_norm_backward, aten._native_batch_norm_legit, aten._batch_norm_impl_index]
+    [
+        aten.native_batch_norm,
+        aten.native_batch_norm_backward,
+        aten._native_batch_norm_legit,
+        aten._batch_norm_impl_index,
+    ]
 )
 _IDENTITIES = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default,
                aten.lift.default}  # fmt: skip
@@ -77,7 +82,7 @@ def trace(fn: Callable[..., Sequence[Tensor]], args: Sequence[Tensor]) -> Traced
                 module = make_fx(
                     fn,
                     tracing_mode="fake",
-                    decomposition_table=_DECOMPOSITIONS,
+                    decomposition_table=_DECOMPOSITIONS,  # type: ignore[arg-type]
                     _allow_non_fake_inputs=True,
                     record_stack_traces=True,
                 )(*[a.detach() for a in args])

@@ -68,7 +68,7 @@ def check(path: str | Path, step: Step | None = None, *, device: str | None = No
     inputs = _step_inputs(artifact, step)
     with Session(artifact, device=device, seed=_SEED) as session:
         session.to_device(step.model, step.optimizers or None, loss=_loss_module(step))
-        found = _run_artifact(session, inputs, step)
+        found = _run_artifact(session, inputs)
         name = session.device_name
     with _restored(step):
         expected = _run_module(artifact, step, inputs)
@@ -86,7 +86,7 @@ def check(path: str | Path, step: Step | None = None, *, device: str | None = No
 # ---- the artifact's side ----
 
 
-def _run_artifact(session: Session, inputs: list[Tensor], step: Step | None) -> _Results:
+def _run_artifact(session: Session, inputs: list[Tensor]) -> _Results:
     """The fused step for what is updated; then, from the same start, the sections one by one for the gradients."""
     start = session.tensors()
     manifest = session.manifest
@@ -135,7 +135,7 @@ def _named_outputs(session: Session, result: Any) -> dict[str, Tensor]:
 
 def _run_module(artifact: Artifact, step: Step, inputs: list[Tensor]) -> _Results:
     manifest = artifact.manifest
-    named = {k: p for k, p in host_tensors(step.model, _loss_module(step)).items()}
+    named = host_tensors(step.model, _loss_module(step))
     params = {k.removeprefix("param/"): t for k, t in named.items() if k.startswith("param/")}
     buffers = {k.removeprefix("buffer/"): t for k, t in named.items() if k.startswith("buffer/")}
     if not any(s in p.sections for p in manifest.programs.values() for s in ("fwd", "bwd")):
@@ -242,8 +242,7 @@ def _step_inputs(artifact: Artifact, step: Step) -> list[Tensor]:
     if num == 1 or dim is None:
         return [t.detach() for t in leaves]
     return [
-        torch.cat([t.detach().roll(i, dims=dim) for i in range(num)], dim=dim) if t.dim() > dim else t.detach()
-        for t in leaves
+        torch.cat([t.detach().roll(i, dims=dim) for i in range(num)], dim=dim) if t.dim() > dim else t.detach() for t in leaves
     ]
 
 
@@ -310,12 +309,11 @@ def random_inputs(artifact: Artifact, seed: int = 0) -> list[Tensor]:
 def _graph_only(artifact: Artifact, device: str | None) -> Report:
     inputs = random_inputs(artifact)
     results = []
-    for name in (device, "reference"):
+    for name in (device or artifact.manifest.fingerprint.device, "reference"):
         with Session(artifact, device=name, seed=_SEED) as session:
             session.load_tensors(_some_weights(session))
-            results.append(_run_artifact(session, inputs, None))
-            used = session.device_name if name == device else used
-    found, expected = results
+            results.append((_run_artifact(session, inputs), session.device_name))
+    (found, used), (expected, _) = results
     low = artifact.manifest.precision == "bfloat16"
     rows = compare("output", found.outputs, expected.outputs, low_precision=low)
     rows += compare("gradient", found.gradients, expected.gradients, low_precision=low)

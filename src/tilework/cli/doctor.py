@@ -44,7 +44,12 @@ def _checks() -> list[dict[str, Any]]:
     check("python", sys.version_info >= (3, 11), platform.python_version(), "install Python 3.11 or later")
     version = tuple(int(p) for p in torch.__version__.split("+")[0].split(".")[:2])
     check("torch", (2, 11) <= version < (2, 14), torch.__version__, "pip install torch==2.13.0")
-    check("system", platform.system() == "Linux", f"{platform.system()} {platform.machine()}", "the cpu device needs Linux")
+    check(
+        "system",
+        platform.system() == "Linux",
+        f"{platform.system()} {platform.machine()}",
+        "the cpu device needs Linux",
+    )
     check("cores", True, f"{len(os.sched_getaffinity(0))} for this process, torch uses {torch.get_num_threads()} threads")
     features = machine_features()
     level = "AVX-512" if "avx512f" in features else "AVX2" if "avx2" in features else "baseline"
@@ -55,8 +60,18 @@ def _checks() -> list[dict[str, Any]]:
     folder = cache_folder()
     probe = folder if folder.exists() else next(p for p in folder.parents if p.exists())
     free = shutil.disk_usage(probe).free
-    check("cache", os.access(probe, os.W_OK), f"{folder}, {free / 1e9:.1f} GB free", "set TILEWORK_CACHE to a folder you can write to")
-    check("disk", free > 1e9, f"{free / 1e9:.1f} GB free", "free at least 1 GB: headers and programs are kept in the cache")
+    check(
+        "cache",
+        os.access(probe, os.W_OK),
+        f"{folder}, {free / 1e9:.1f} GB free",
+        "set TILEWORK_CACHE to a folder you can write to",
+    )
+    check(
+        "disk",
+        free > 1e9,
+        f"{free / 1e9:.1f} GB free",
+        "free at least 1 GB: headers and programs are kept in the cache",
+    )
     with open("/proc/meminfo") as f:
         memory = next(int(line.split()[1]) for line in f if line.startswith("MemAvailable")) * 1024
     check("memory", memory > 1e9, f"{memory / 1e9:.1f} GB available", "at least 1 GB is needed to compile")

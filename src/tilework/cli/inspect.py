@@ -76,7 +76,9 @@ def _programs(m: object) -> None:
     for column in ("program", "sections", "Mflop", "MB moved", "temporary MB"):
         table.add_column(column, justify="left" if column in ("program", "sections") else "right")
     for name, p in m.programs.items():  # type: ignore[attr-defined]
-        table.add_row(name, "+".join(p.sections), f"{p.flops / 1e6:.3f}", f"{p.bytes / 1e6:.3f}", f"{p.temporary_bytes / 1e6:.3f}")
+        table.add_row(
+            name, "+".join(p.sections), f"{p.flops / 1e6:.3f}", f"{p.bytes / 1e6:.3f}", f"{p.temporary_bytes / 1e6:.3f}"
+        )
     out.print(table)
 
 

@@ -47,7 +47,7 @@ def _register() -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """The entry point. Every way out has its exit code, and no traceback unless it is our bug."""
-    argv = sys.argv[1:] if argv is None else argv
+    argv = (sys.argv[1:] if argv is None else argv) or ["--help"]
     as_json = "--json" in argv
     try:
         _register()
@@ -69,7 +69,10 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(0)
     except Exception as e:
         traceback.print_exc()
-        print(f"tilework: this is a bug in Tilework: {type(e).__name__}: {e}\n  please report it with the text above", file=sys.stderr)
+        print(
+            f"tilework: this is a bug in Tilework: {type(e).__name__}: {e}\n  please report it with the text above",
+            file=sys.stderr,
+        )
         sys.exit(4)
     sys.exit(code if isinstance(code, int) else 0)
 

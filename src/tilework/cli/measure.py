@@ -53,7 +53,10 @@ def command(
             timed("bwd", lambda: session.run(sections=["bwd"], out_grads=grads))
             if "opt" in manifest.programs:
                 timed("opt", lambda: session.run(sections=["opt"]))
-        timed("infer", lambda: session.infer(*inputs[: manifest.num_model_inputs]) if manifest.num_micro_batches == 1 else None)
+        timed(
+            "infer",
+            lambda: session.infer(*inputs[: manifest.num_model_inputs]) if manifest.num_micro_batches == 1 else None,
+        )
     if json:
         print_json({"device": session.device_name, "samples_per_step": samples, "load_seconds": loading, "rows": rows})
         return

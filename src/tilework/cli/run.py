@@ -21,7 +21,9 @@ EXAMPLE = "Example: tilework run out/lenet.pef --data digits --epochs 2 --save o
 
 def command(
     artifact: Annotated[Path, typer.Argument(help="The .pef file.")],
-    data: Annotated[str, typer.Option(help="digits, random, or FILE.py:function that returns an iterable of batches.")] = "random",
+    data: Annotated[
+        str, typer.Option(help="digits, random, or FILE.py:function that returns an iterable of batches.")
+    ] = "random",
     data_path: Annotated[Path | None, typer.Option(help="With digits: a folder with the full MNIST files.")] = None,
     epochs: Annotated[int, typer.Option(help="Passes over the data.")] = 1,
     steps: Annotated[int | None, typer.Option(help="Stop after this many steps.")] = None,
@@ -42,7 +44,7 @@ def command(
     session = load(artifact, device=device, weights=weights, num_threads=threads, seed=seed, nan_error=nan_error, trust=trust)
     values = {}
     for item in hyper or []:
-        name, eq, text = item.partition("=")
+        name, _, text = item.partition("=")
         try:
             values[name] = float(text)
         except ValueError:
@@ -70,7 +72,7 @@ def command(
     took = time.perf_counter() - begin
     if not losses:
         raise UserError("data-empty", "the data gave no whole batch", found=data,
-                        expected=f"at least {session.manifest.inputs[0].type.shape} of {session.manifest.inputs[0].name}")  # fmt: skip
+                        expected=f"at least {session.manifest.inputs[0].type.shape[:1]} rows")  # fmt: skip
     if save:
         session.save(save)
     summary = {"steps": len(losses), "seconds": round(took, 3), "steps_per_second": round(len(losses) / took, 1),

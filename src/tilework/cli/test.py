@@ -52,7 +52,13 @@ def _show(result: object, every: bool) -> None:
         for kind in dict.fromkeys(r.kind for r in rows):
             of_kind = [r for r in rows if r.kind == kind]
             worst = max(of_kind, key=lambda r: r.error / r.tolerance if r.tolerance else r.error)
-            table.add_row(kind, f"{len(of_kind)} tensors, worst {worst.name}", f"{worst.error:.1e}", f"{worst.tolerance:.0e}", "pass")
+            table.add_row(
+                kind,
+                f"{len(of_kind)} tensors, worst {worst.name}",
+                f"{worst.error:.1e}",
+                f"{worst.tolerance:.0e}",
+                "pass",
+            )
     out.print(table)
     first = result.first_difference  # type: ignore[attr-defined]
     verdict = "pass" if first is None else f"FAIL: first difference in {first.kind} {first.name}"

@@ -139,9 +139,7 @@ def make_manifest(name: str, planned: Plan, built: Built, weights: Weights) -> M
         num_micro_batches=step.num_micro_batches,
         accumulate=step.accumulate,  # type: ignore[arg-type]
         precision=step.precision,  # type: ignore[arg-type]
-        parameters=[
-            Parameter(name=k, type=TensorEntry.of(planned.buffers[f"param/{k}"]), **p) for k, p in step.params.items()
-        ],
+        parameters=[Parameter(name=k, type=TensorEntry.of(planned.buffers[f"param/{k}"]), **p) for k, p in step.params.items()],
         groups=[Group(**g) for g in step.groups],
         hyperparameters=step.hyper,
         programs={

@@ -96,7 +96,7 @@ def generate(graph: Graph, options: Options, scratch: Path) -> str:
     with torch.no_grad(), warnings.catch_warnings(), _inductor_cache(scratch):
         warnings.simplefilter("ignore")
         try:
-            files = torch._inductor.aot_compile(to_fx(graph), tuple(inputs), options=settings)
+            files: Any = torch._inductor.aot_compile(to_fx(graph), tuple(inputs), options=settings)
         except Exception as e:
             raise _unsupported(graph, e) from e
     wrapper = next(f for f in files if str(f).endswith(".cpp"))

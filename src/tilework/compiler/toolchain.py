@@ -22,18 +22,35 @@ _TORCH = Path(torch.__file__).parent
 INCLUDES = [str(_TORCH / "include"), str(_TORCH / "include/torch/csrc/api/include"), sysconfig.get_paths()["include"]]
 
 # The numeric flags are Inductor's own: strict IEEE but for contraction-free, trap-free code. -fwrapv: integers wrap.
-_FLAGS = (
-    "-std=c++20 -fPIC -DNDEBUG -fno-trapping-math -ffp-contract=off -fno-math-errno -fno-signed-zeros -fwrapv "
-    "-fno-tree-loop-vectorize -fopenmp -fvisibility=hidden -Wno-psabi -w "
-    "-DTORCH_INDUCTOR_CPP_WRAPPER -DSTANDALONE_TORCH_HEADER -DC10_USING_CUSTOM_GENERATED_MACROS"
-).split()
+_FLAGS = [
+    "-std=c++20",
+    "-fPIC",
+    "-DNDEBUG",
+    "-fno-trapping-math",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-signed-zeros",
+    "-fwrapv",
+    "-fno-tree-loop-vectorize",
+    "-fopenmp",
+    "-fvisibility=hidden",
+    "-Wno-psabi",
+    "-w",
+    "-DTORCH_INDUCTOR_CPP_WRAPPER",
+    "-DSTANDALONE_TORCH_HEADER",
+    "-DC10_USING_CUSTOM_GENERATED_MACROS",
+]
 
 # What each level promises, in /proc/cpuinfo's names (x86-64 psABI).
-_V3 = "avx avx2 bmi1 bmi2 f16c fma abm movbe xsave".split()
-_V4 = [*_V3, *"avx512f avx512bw avx512cd avx512dq avx512vl".split()]
+_V3 = ["avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"]
+_V4 = [*_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"]
 LEVELS = {"baseline": [], "x86-64-v3": _V3, "x86-64-v4": _V4}
-_NATIVE = [*_V4, *"avx512vbmi avx512_vbmi2 avx512_vnni avx512_bitalg avx512_vpopcntdq avx512_bf16 avx512_fp16 avx512ifma "
-           "avx_vnni amx_bf16 amx_tile amx_int8 gfni vaes vpclmulqdq sha_ni adx rdseed sse4a".split()]  # fmt: skip
+# fmt: off
+_NATIVE = [
+    *_V4, "avx512vbmi", "avx512_vbmi2", "avx512_vnni", "avx512_bitalg", "avx512_vpopcntdq", "avx512_bf16", "avx512_fp16",
+    "avx512ifma", "avx_vnni", "amx_bf16", "amx_tile", "amx_int8", "gfni", "vaes", "vpclmulqdq", "sha_ni", "adx", "rdseed", "sse4a",
+]
+# fmt: on
 
 
 @functools.cache

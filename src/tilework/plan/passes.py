@@ -146,5 +146,10 @@ def _backward(node: Node, types: dict[str, TensorType | None]) -> list[tuple[Nod
                              args=(grad, x, list(kernel.shape), *rest), types=(_dense(kernel),)), 1))  # fmt: skip
     if mask[2]:
         kind = TensorType.dense(kernel.dtype, bias_shape)
-        made.append((replace(node, name=f"{node.name}_bias", op="aten.sum.dim_IntList", args=(grad, [0, 2, 3]), types=(kind,)), 2))
+        made.append(
+            (
+                replace(node, name=f"{node.name}_bias", op="aten.sum.dim_IntList", args=(grad, [0, 2, 3]), types=(kind,)),
+                2,
+            )
+        )
     return made

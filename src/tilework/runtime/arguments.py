@@ -54,7 +54,9 @@ def slices(leaves: list[Tensor], expected: list[Argument], count: int, batch_dim
         shape = tuple(argument.type.shape)
         dtype = DTYPES[argument.type.dtype]
         if value.dtype != dtype:
-            problems.append(f"{argument.name}: dtype is {str(value.dtype).removeprefix('torch.')}, expected {argument.type.dtype}")
+            problems.append(
+                f"{argument.name}: dtype is {str(value.dtype).removeprefix('torch.')}, expected {argument.type.dtype}"
+            )
         value = value.detach()
         whole = _whole_shape(shape, count, batch_dim)
         if tuple(value.shape) == whole:
@@ -88,5 +90,3 @@ def joined(outputs: Tensor, batch_dim: int | None) -> Tensor:
     if outputs.dim() == 1 or batch_dim is None or batch_dim >= outputs.dim() - 1:
         return outputs  # scalars: one a micro-batch
     return torch.cat(list(outputs), dim=batch_dim)
-
-

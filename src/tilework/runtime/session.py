@@ -1,13 +1,14 @@
 """A session: a loaded artifact with its device copies of parameters, buffers and optimizer state.
 
-    session = tilework.load("lenet.pef")
-    result = session.run(x, y)           # one whole step: fwd, bwd, opt, in one native call
-    result.loss, result.outputs
-    session.to_host(model)               # only now does the host's model change
+session = tilework.load("lenet.pef")
+result = session.run(x, y)           # one whole step: fwd, bwd, opt, in one native call
+result.loss, result.outputs
+session.to_host(model)               # only now does the host's model change
 """
 
 from __future__ import annotations
 
+import builtins
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from ..artifact.graph import DTYPES
 from ..artifact.reader import Artifact, read_artifact
 from ..artifact.structure import unflatten
 from ..artifact.writer import write_whole
-from ..errors import UserError, did_you_mean
+from ..errors import MachineError, UserError, did_you_mean
 from . import sync
 from .arguments import flat_inputs, joined, slices
 from .devices import Call, NotANumber, open_device
@@ -73,7 +74,7 @@ class Session:
         total = sum(kind.extent * DTYPES[kind.dtype].itemsize for kind in entries.values())
         free = _free_memory()
         if free is not None and total > free:
-            raise UserError("memory", f"{self.artifact.path}: the session's buffers do not fit into memory",
+            raise MachineError("memory", f"{self.artifact.path}: the session's buffers do not fit into memory",
                             found=f"{total / 1e9:.1f} GB needed, {free / 1e9:.1f} GB free",
                             fix="use a smaller batch, or a machine with more memory")  # fmt: skip
         buffers = {name: kind.empty() for name, kind in entries.items()}
@@ -126,7 +127,7 @@ class Session:
             hint = "compile with keep_momentum=True to leave room for it" if "momentum" in {**(values or {}), **named} else ""
             raise UserError("hyper-unknown", "no such hyperparameter in this artifact:\n    " + "\n    ".join(wrong), fix=hint)
 
-    def _bare_names(self) -> set[str]:
+    def _bare_names(self) -> builtins.set[str]:
         return {k.split("#")[0].rsplit(".", 1)[-1] for k in self.manifest.hyperparameters}
 
     def follow(self, *optimizers: torch.optim.Optimizer) -> None:
@@ -212,7 +213,7 @@ class Session:
     def _fused(self) -> str | None:
         return next((p for p in ("step", "accumulate") if p in self.manifest.programs), None)
 
-    def _sections(self, sections: Sequence[str] | None) -> set[str]:
+    def _sections(self, sections: Sequence[str] | None) -> builtins.set[str]:
         have = self.training_sections
         if sections is None:
             sections = have

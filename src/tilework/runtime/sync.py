@@ -17,7 +17,7 @@ Modules = nn.Module | Mapping[str, Tensor]
 def host_tensors(model: Modules, loss: nn.Module | None = None) -> dict[str, Tensor]:
     """Buffer name -> the host's own tensor. Accepts a module (and a loss module), or a plain dict of named tensors."""
     if isinstance(model, nn.Module):
-        found = {f"param/{k}": p for k, p in model.named_parameters()}
+        found: dict[str, Tensor] = {f"param/{k}": p for k, p in model.named_parameters()}
         found |= {f"buffer/{k}": b for k, b in model.named_buffers()}
         if loss is not None:
             found |= {f"param/loss.{k}": p for k, p in loss.named_parameters()}

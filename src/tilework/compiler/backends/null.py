@@ -9,7 +9,7 @@ from . import Built, Report
 
 class NullBackend:
     def build(self, name: str, plan: Plan, cache: Cache | None, report: Report) -> Built:
-        return Built(notes={program: "nothing to do" for program in plan.programs})
+        return Built(notes=dict.fromkeys(plan.programs, "nothing to do"))
 
 
 backend = NullBackend()

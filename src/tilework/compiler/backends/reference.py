@@ -9,7 +9,7 @@ from . import Built, Report
 
 class ReferenceBackend:
     def build(self, name: str, plan: Plan, cache: Cache | None, report: Report) -> Built:
-        return Built(notes={program: "replayed" for program in plan.programs})
+        return Built(notes=dict.fromkeys(plan.programs, "replayed"))
 
 
 backend = ReferenceBackend()

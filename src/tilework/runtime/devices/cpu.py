@@ -146,4 +146,3 @@ class Device:
             self.driver.tilework_free(handle)
         self.handles.clear()
         self.programs.clear()
-

@@ -1,0 +1,109 @@
+"""The docs are true: their commands run, their Python runs, their links lead somewhere, every error id has its section."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+BIN = Path(sys.executable).parent
+
+
+def blocks(path: Path, pattern: str) -> list[str]:
+    return re.findall(pattern, path.read_text(), re.S)
+
+
+COMMANDS = [(p, b) for p in PAGES for b in blocks(p, r"<!-- run -->\n```\w*\n(.*?)```")]
+PYTHON = [(p, b) for p in PAGES for b in blocks(p, r"```python\n(.*?)```")]
+
+
+def test_there_is_something_to_run() -> None:
+    assert len(COMMANDS) >= 3 and len(PYTHON) >= 3
+
+
+@pytest.mark.parametrize(("page", "block"), COMMANDS, ids=lambda v: v.name if isinstance(v, Path) else "")
+def test_commands(page: Path, block: str, tmp_path: Path) -> None:
+    """Each line as it stands, in an empty folder, with the project's own commands on the PATH."""
+    env = os.environ | {"PATH": f"{BIN}:{os.environ['PATH']}"}
+    for line in block.strip().splitlines():
+        command = line.split("   #")[0]
+        done = subprocess.run(
+            ["bash", "-c", f"set -o pipefail; {command}"], cwd=tmp_path, capture_output=True, text=True, env=env
+        )
+        assert done.returncode == 0, f"{page.name}: {line}\n{done.stdout}\n{done.stderr}"
+
+
+@pytest.mark.parametrize(("page", "block"), PYTHON, ids=lambda v: v.name if isinstance(v, Path) else "")
+def test_python(page: Path, block: str, tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", block], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, f"{page.name}\n{block}\n{done.stderr}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if target.startswith(("http://", "https://")):
+            continue
+        name, _, anchor = target.partition("#")
+        other = (page.parent / name) if name else page
+        assert other.exists(), f"{page.name}: {target}"
+        if anchor:
+            headings = {
+                re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in re.findall(r"^#+ (.*)$", other.read_text(), re.M)
+            }
+            assert anchor in headings, f"{page.name}: {target}"
+
+
+def error_ids() -> set[str]:
+    """The first argument of every error that the source raises."""
+    found = set()
+    for path in (ROOT / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args):
+                continue
+            first = node.args[0]
+            if node.func.id in ("UserError", "MachineError", "BugError", "_bad") and isinstance(first, ast.Constant):
+                found.add(first.value)
+    return found
+
+
+def test_every_error_has_its_section() -> None:
+    documented = set(re.findall(r"^### ([\w-]+)$", (ROOT / "docs" / "errors.md").read_text(), re.M))
+    assert len(error_ids()) > 40
+    assert error_ids() - documented == set(), "errors without a section in docs/errors.md"
+    assert documented - error_ids() == set(), "sections without an error"
+
+
+def test_the_annotated_tree_is_the_tree() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    for room in (ROOT / "src" / "tilework").iterdir():
+        if room.is_dir() and room.name != "__pycache__":
+            assert f"  {room.name}/" in text, room.name
+        elif room.suffix == ".py" and room.name != "__init__.py":
+            assert room.name in text, room.name
+
+
+def test_dependencies_have_a_reason() -> None:
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    for requirement in [
+        *project["dependencies"],
+        *project["optional-dependencies"]["dev"],
+        *project["optional-dependencies"]["plot"],
+    ]:
+        name = re.match(r"[\w-]+", requirement).group()
+        assert re.search(rf"\b{name}\b", text), name
+        assert ">=" in requirement and "<" in requirement, f"{requirement} is not pinned by range"
+    locked = {line.split("==")[0].lower() for line in (ROOT / "requirements.lock").read_text().splitlines() if "==" in line}
+    for requirement in project["dependencies"]:
+        name = re.match(r"[\w-]+", requirement).group()
+        assert name == "torch" or name in locked, name
