@@ -21,7 +21,7 @@ from pathlib import Path
 
 START = time.time()
 CONTENDERS = ("Tilework", "eager PyTorch", "torch.compile")
-BATCH_SIZE, LR, SEED = 8, 0.01, 1
+BATCH_SIZE, LR, SEED = 8, 0.005, 1
 
 
 def training_step(contender: str, artifact: Path):

@@ -48,7 +48,8 @@ LEVELS = {"baseline": [], "x86-64-v3": _V3, "x86-64-v4": _V4}
 # fmt: off
 _NATIVE = [
     *_V4, "avx512vbmi", "avx512_vbmi2", "avx512_vnni", "avx512_bitalg", "avx512_vpopcntdq", "avx512_bf16", "avx512_fp16",
-    "avx512ifma", "avx_vnni", "amx_bf16", "amx_tile", "amx_int8", "gfni", "vaes", "vpclmulqdq", "sha_ni", "adx", "rdseed", "sse4a",
+    "avx512ifma", "avx_vnni", "amx_bf16", "amx_tile", "amx_int8", "gfni", "vaes", "vpclmulqdq", "sha_ni", "adx", "rdseed",
+    "sse4a",
 ]
 # fmt: on
 
