@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -55,6 +56,7 @@ def refused(path: Path, *words: str, **kwargs) -> str:
 # ---- what it is ----
 
 
+@pytest.mark.skipif(shutil.which("unzip") is None, reason="unzip is not installed")
 def test_ordinary_tools_read_it(native: Path, tmp_path: Path) -> None:
     subprocess.run(["unzip", "-q", str(native), "-d", str(tmp_path)], check=True)
     subprocess.run([sys.executable, "-m", "json.tool", str(tmp_path / "manifest.json")], check=True, stdout=subprocess.DEVNULL)

@@ -29,7 +29,11 @@ def compile_command(out: Path, device: str = "reference", name: str = "linear") 
 
 
 def environment(cache: Path) -> dict[str, str]:
-    return os.environ | {"TILEWORK_CACHE": str(cache), "PYTHONPATH": str(TESTS)}
+    return with_tests_on_path() | {"TILEWORK_CACHE": str(cache)}
+
+
+def with_tests_on_path() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
 @pytest.fixture
@@ -119,7 +123,7 @@ def test_a_really_full_disk(tmp_path: Path) -> None:
     ):
         pytest.skip("mounting a small file system needs root")
     try:
-        done = subprocess.run(compile_command(place / "m.pef", name="unet"), env=os.environ | {"PYTHONPATH": str(TESTS)},
+        done = subprocess.run(compile_command(place / "m.pef", name="unet"), env=with_tests_on_path(),
                               capture_output=True, text=True)  # fmt: skip
         assert done.returncode == 3 and "no space left" in done.stderr, done.stderr
         assert [p.name for p in place.iterdir() if p.suffix == ".pef" or ".part" in p.name] == []
