@@ -230,6 +230,30 @@ def tied(optimizer: str = "adam", **kwargs) -> tilework.Step:
                          targets=(targets,), optimizer=_optimizer(m, optimizer), **kwargs)  # fmt: skip
 
 
+@model("hidden")
+def hidden(optimizer: str = "sgd_nesterov", **kwargs) -> tilework.Step:
+    """Layers in a plain list and a parameter tensor in a closure: the optimizer trains them, named_parameters() is blind."""
+    g = _seeded()
+
+    class Hidden(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(5, 6)
+            self.layers = [nn.Linear(6, 6), {"last": nn.Linear(6, 2)}]
+            scale = nn.Parameter(torch.ones(6))
+            self.scaled = lambda t: t * scale
+            self.stray = [*self.layers[0].parameters(), *self.layers[1]["last"].parameters(), scale]
+
+        def forward(self, x):
+            return self.layers[1]["last"](self.scaled(torch.tanh(self.layers[0](self.first(x)))))
+
+    m = Hidden()
+    stray, m.stray = m.stray, None
+    x, y = torch.randn(4, 5, generator=g), torch.randn(4, 2, generator=g)
+    return tilework.Step(model=m, loss=F.mse_loss, inputs=(x,), targets=(y,),
+                         optimizer=OPTIMIZERS[optimizer]([*m.parameters(), *stray]), **kwargs)  # fmt: skip
+
+
 @model("dropout")
 def dropout(optimizer: str = "sgd", **kwargs) -> tilework.Step:
     """Three kinds of dropout, and noise added to the input."""

@@ -14,6 +14,7 @@ from torch import Tensor
 import tilework
 from tilework.artifact.structure import flatten, unflatten
 from tilework.random import next_seed, seeded
+from tilework.reach import hidden_parameters
 
 FIRST_STEP = 1e-5  # relative: loss, gradients and updated parameters after one step in float32
 LATER_LOSSES = 1e-3  # relative: the losses of 20 steps
@@ -85,7 +86,7 @@ def train_eager(step: tilework.Step, data: list[list[Tensor]]) -> Trace:
             value = sum(loss.detach() for loss in losses) / micro
             total = value if total is None else total + value
         trace.losses.append(total)
-        named = dict(step.model.named_parameters())
+        named = {**dict(step.model.named_parameters()), **hidden_parameters(step.model)}
         if at == 0:
             trace.gradients = {k: p.grad.clone() for k, p in named.items() if p.grad is not None}
             for i, (leaf, example) in enumerate(zip(leaves, own, strict=False)):

@@ -401,3 +401,23 @@ def test_momentum_that_was_not_compiled_in(session_of, workshop) -> None:
     data = batches(step, 4)
     for found, expected in zip([session.run(*b).loss for b in data], train_eager(twin, data).losses, strict=True):
         assert torch.allclose(found, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_wrong_names_are_listed(session_of, device: str) -> None:
+    session, step = session_of("attention", device)
+    with pytest.raises(tilework.UserError) as e:
+        session.run({"token": step.inputs["tokens"], "mask": step.inputs["mask"]}, step.targets)
+    assert "token: not an input; did you mean 'tokens'?" in str(e.value) and "tokens: missing" in str(e.value)
+
+
+def test_unused_sections_take_no_memory() -> None:
+    """A buffer is pages of zeros that the system hands out when they are touched."""
+    import resource
+
+    from tilework.artifact.graph import TensorType
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    big = TensorType.dense("float32", (64, 1024, 1024)).empty()  # 256 MB
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64_000  # kB
+    assert big.data_ptr() % 64 == 0 and float(big[3, 5, 7]) == 0.0

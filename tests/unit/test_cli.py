@@ -189,8 +189,9 @@ def test_run_reports_the_users_mistakes(place: Path) -> None:
 def test_test_passes_and_fails(place: Path) -> None:
     good = tilework(place, "test", "m.pef", "model.py:build")
     assert good.returncode == 0 and "against your module in eager PyTorch" in good.stdout
-    only = tilework(place, "test", "m.pef", "--all")
-    assert only.returncode == 0 and "graph only" in only.stdout and "2.weight" in only.stdout
+    assert good.stdout.count("pass") == 2 + 4 + 4 + 1 and "2.weight" in good.stdout  # outputs, gradients, parameters, verdict
+    only = tilework(place, "test", "m.pef", "--brief")
+    assert only.returncode == 0 and "graph only" in only.stdout and "gradient" in only.stdout
     bad = tilework(place, "test", "m.pef", "model.py:different")
     assert bad.returncode == 1 and "FAIL: first difference in output loss" in bad.stdout
     result = json.loads(tilework(place, "test", "m.pef", "model.py:different", "--json").stdout)

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..artifact.structure import Structure, flatten
 from ..errors import Place, UserError
 from ..random import RANDOM_OPERATORS, DropoutSite, seeded
+from ..reach import hidden_parameters
 from ..step import Step
 from .source import line_text, short, user_frame
 
@@ -343,6 +344,9 @@ def _leaves(step: Step, outputs: list[Tensor]) -> dict[str, Tensor]:
         for name, p in root.named_parameters():
             if id(p) in found:
                 named[f"{prefix}{name}"] = found.pop(id(p))
+        for name, t in hidden_parameters(root).items():
+            if id(t) in found:
+                named[f"{prefix}{name}"] = found.pop(id(t))
     strays = [t for t in found.values() if isinstance(t, nn.Parameter) or _in_optimizer(step, t)]
     for i, t in enumerate(sorted(strays, key=lambda t: (tuple(t.shape), id(t)))):
         named[f"unregistered{i}"] = t

@@ -20,7 +20,7 @@ def command(
     build: Annotated[str | None, typer.Argument(help="The build function it was compiled from.")] = None,
     device: Annotated[str | None, typer.Option(help="Run on this device instead of the artifact's own.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="name=value for the build function.")] = None,
-    all_rows: Annotated[bool, typer.Option("--all", help="Show every tensor, not only those that differ.")] = False,
+    brief: Annotated[bool, typer.Option(help="One line for each kind of tensor, with the worst of them.")] = False,
     trust: Annotated[bool, typer.Option(help="Accept a file that others could have changed.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
@@ -35,7 +35,7 @@ def command(
         print_json({"ok": result.ok, "mode": result.mode, "device": result.device,
                     "first_difference": vars(first) if first else None, "rows": [vars(r) for r in result.rows]})  # fmt: skip
     else:
-        _show(result, all_rows or not result.ok)
+        _show(result, every=not brief or not result.ok)
     if not result.ok:
         raise typer.Exit(1)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..artifact.graph import DTYPES
 from ..artifact.manifest import Argument
 from ..artifact.structure import Structure, flatten
-from ..errors import UserError
+from ..errors import UserError, did_you_mean
 
 
 def _is_leaf(value: Any) -> bool:
@@ -21,15 +21,30 @@ def _is_leaf(value: Any) -> bool:
 def _reorder(value: Any, structure: Structure) -> Any:
     """Dicts in the order of keys that they were compiled with."""
     kind, *rest = structure
-    if kind == "dict" and isinstance(value, dict) and set(value) == set(rest[0]):
-        return {k: _reorder(value[k], item) for k, item in rest[0].items()}
+    if kind == "dict" and isinstance(value, dict) and set(value) <= set(rest[0]):
+        return {k: _reorder(value[k], item) for k, item in rest[0].items() if k in value}
     if kind in ("tuple", "list") and isinstance(value, (tuple, list)) and len(value) == len(rest):
         return tuple(_reorder(v, item) for v, item in zip(value, rest, strict=True))
     return value
 
 
+def _check_names(value: dict[str, Any], structure: Structure) -> None:
+    """UserError that lists every wrong, missing and superfluous key where inputs are given as a dict."""
+    kind, *rest = structure
+    if kind != "dict":
+        return
+    known = rest[0]
+    needed = {k for k, item in known.items() if item[0] != "value"}
+    problems = [f"{k}: not an input; {did_you_mean(k, known)}" for k in value if k not in known]
+    problems += [f"{k}: missing" for k in sorted(needed - set(value))]
+    if problems:
+        raise UserError("input-names", "the inputs have other names than were compiled:\n    " + "\n    ".join(problems))
+
+
 def flat_inputs(args: tuple[Any, ...], expected: list[Argument], structure: Structure) -> list[Tensor]:
     """The input tensors in order. `args` may be nested as at compile time, or flat."""
+    if args and isinstance(args[0], dict):
+        _check_names(args[0], structure[1])
     if len(args) == 1 and isinstance(args[0], dict):
         args = (_reorder(args[0], structure[1]),)
     elif len(args) == 2 and isinstance(args[0], (dict, tuple, list)):

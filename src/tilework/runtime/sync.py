@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..artifact.manifest import Group, Manifest
 from ..errors import UserError, did_you_mean
+from ..reach import hidden_parameters
 
 Modules = nn.Module | Mapping[str, Tensor]
 
@@ -18,6 +19,7 @@ def host_tensors(model: Modules, loss: nn.Module | None = None) -> dict[str, Ten
     """Buffer name -> the host's own tensor. Accepts a module (and a loss module), or a plain dict of named tensors."""
     if isinstance(model, nn.Module):
         found: dict[str, Tensor] = {f"param/{k}": p for k, p in model.named_parameters()}
+        found |= {f"param/{k}": p for k, p in hidden_parameters(model).items()}
         found |= {f"buffer/{k}": b for k, b in model.named_buffers()}
         if loss is not None:
             found |= {f"param/loss.{k}": p for k, p in loss.named_parameters()}
