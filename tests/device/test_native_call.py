@@ -40,10 +40,14 @@ def frames_during(function) -> list[str]:
 
 
 def prepared(session: tilework.Session, step: tilework.Step, num_steps: int):
+    """A call of the fused step that only has to be executed, and the tensors that must stay alive meanwhile."""
     data = batches(step, num_steps)
     stacked = [torch.stack(parts).contiguous() for parts in zip(*data, strict=True)]
-    inputs = [(f"input/{a.name}", t) for a, t in zip(session.manifest.inputs, stacked, strict=True)]
-    return session._device.prepare(Call(micro="step", num_steps=num_steps, inputs=inputs)), stacked
+    bound = session._device.bind(
+        Call(micro="step", num_steps=num_steps, inputs=tuple(f"input/{a.name}" for a in session.manifest.inputs))
+    )
+    bound.point(stacked, [])
+    return bound, stacked
 
 
 # Models whose operators all have native code in the artifact. Others (flash attention, transposed and large convolutions)
@@ -59,7 +63,7 @@ def test_no_python_and_no_dispatch(session_of, name: str, num_steps: int) -> Non
     native, _alive = prepared(session, step, num_steps)
     before = session.tensors()
     with Counter() as counter:
-        frames = frames_during(lambda: session._device.execute(native))
+        frames = frames_during(lambda: native.execute())
     assert frames == ["<lambda>", "execute"]  # the call itself, and nothing inside it, whatever the number of steps
     assert counter.operators == []
     assert any(not torch.equal(t, before[k]) for k, t in session.tensors().items()), "the steps really ran"
@@ -69,7 +73,7 @@ def test_no_python_and_no_dispatch(session_of, name: str, num_steps: int) -> Non
 def test_no_python_beside_library_calls(session_of, name: str) -> None:
     session, step = session_of(name, "cpu")
     native, _alive = prepared(session, step, 5)
-    assert frames_during(lambda: session._device.execute(native)) == ["<lambda>", "execute"]
+    assert frames_during(lambda: native.execute()) == ["<lambda>", "execute"]
 
 
 def test_the_demo_model_dispatches_nothing(workshop) -> None:
@@ -80,7 +84,7 @@ def test_the_demo_model_dispatches_nothing(workshop) -> None:
     session = tilework.load(workshop / "lenet.pef")
     native, _alive = prepared(session, step, 2)
     with Counter() as counter:
-        frames = frames_during(lambda: session._device.execute(native))
+        frames = frames_during(lambda: native.execute())
     assert frames == ["<lambda>", "execute"] and counter.operators == []
 
 

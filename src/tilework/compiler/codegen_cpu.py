@@ -75,16 +75,24 @@ def _inductor_cache(folder: Path) -> Iterator[None]:
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
 
 
-def generate(graph: Graph, options: Options, scratch: Path) -> str:
-    """C++ source of one program."""
-    settings: dict[str, Any] = {
+def settings(options: Options) -> dict[str, Any]:
+    """Inductor's options. They are part of the cache key."""
+    chosen: dict[str, Any] = {
         "aot_inductor.package": True,
         "aot_inductor.package_cpp_only": True,
-        "cpp.dynamic_threads": True,  # as many threads as the session's tiles have cores
+        # Loops are divided among this machine's cores at most; a session with fewer threads uses fewer (see slim). A loop
+        # is divided only where each thread gets this many elements: waking another thread costs some microseconds.
+        "cpp.threads": max(2, len(os.sched_getaffinity(0))),
+        "cpp.min_chunk_size": 8192,
         "fx_graph_cache": False,
     }
     if options.isa in SIMD_BITS:
-        settings["cpp.simdlen"] = SIMD_BITS[options.isa] or 1
+        chosen["cpp.simdlen"] = SIMD_BITS[options.isa] or 1
+    return chosen
+
+
+def generate(graph: Graph, options: Options, scratch: Path) -> str:
+    """C++ source of one program."""
     mode = FakeTensorMode(static_shapes=True, shape_env=torch.fx.experimental.symbolic_shapes.ShapeEnv())
     with mode:
         inputs = [
@@ -92,11 +100,11 @@ def generate(graph: Graph, options: Options, scratch: Path) -> str:
             for b in graph.buffers
         ]
     lowerings.register()
-    settings["aot_inductor.custom_ops_to_c_shims"] = lowerings.native_operators()
+    chosen = settings(options) | {"aot_inductor.custom_ops_to_c_shims": lowerings.native_operators()}
     with torch.no_grad(), warnings.catch_warnings(), _inductor_cache(scratch):
         warnings.simplefilter("ignore")
         try:
-            files: Any = torch._inductor.aot_compile(to_fx(graph), tuple(inputs), options=settings)
+            files: Any = torch._inductor.aot_compile(to_fx(graph), tuple(inputs), options=chosen)
         except Exception as e:
             raise _unsupported(graph, e) from e
     wrapper = next(f for f in files if str(f).endswith(".cpp"))
@@ -161,6 +169,7 @@ def slim(text: str, graph: Graph) -> str:
     body = body.replace("this->device_idx_", "0")
     body = re.sub(r"\baoti_torch_cpu_(mm|bmm|addmm)_out\(", r"tilework::\1_out(", body)
     expect("this->" not in body, "independent body")
+    kernels = re.sub(r"num_threads\((\d+)\)", r"num_threads(std::min(\1, omp_get_max_threads()))", kernels)
     return f"""// Tilework program {graph.name}
 #include <cstdio>
 #include <torch/csrc/inductor/aoti_include/cpu.h>

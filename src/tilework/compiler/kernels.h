@@ -13,7 +13,14 @@
 extern "C" void sgemm_(const char*, const char*, const int*, const int*, const int*, const float*, const float*, const int*,
                        const float*, const int*, const float*, float*, const int*);
 
+// MKL's own setting of threads for the calling thread; null where BLAS is another library.
+extern "C" __attribute__((weak)) int MKL_Set_Num_Threads_Local(int);
+
 namespace tilework {
+
+// Below this many multiplications a product runs on the calling thread alone: waking others costs more than it brings, and
+// very much more where they have to wait for a core.
+constexpr int64_t kSerialProduct = 1 << 20;
 
 struct View {  // of a tensor that somebody else owns
   float* data;
@@ -65,7 +72,10 @@ static inline bool matrix(const float* data, int64_t rows, int64_t columns, int6
 static inline void gemm(const Matrix& a, const Matrix& b, float* out, int64_t out_leading, float alpha, float beta) {
   int m = b.columns, n = a.rows, k = a.columns;
   int lda = a.leading, ldb = b.leading, ldc = out_leading;
+  const bool alone = MKL_Set_Num_Threads_Local && (int64_t)m * n * k < kSerialProduct;
+  const int before = alone ? MKL_Set_Num_Threads_Local(1) : 0;
   sgemm_(b.transposed ? "T" : "N", a.transposed ? "T" : "N", &m, &n, &k, &alpha, b.data, &ldb, a.data, &lda, &beta, out, &ldc);
+  if (alone) MKL_Set_Num_Threads_Local(before);
 }
 
 static inline bool product(const View& a, const View& b, const View& out, float alpha, float beta, int64_t batch_index, bool batched) {

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..artifact.graph import DTYPES
+from ..artifact.graph import DTYPES, dtype_name
 from ..artifact.manifest import Argument
 from ..artifact.structure import Structure, flatten
 from ..errors import UserError, did_you_mean
@@ -62,34 +63,47 @@ def flat_inputs(args: tuple[Any, ...], expected: list[Argument], structure: Stru
     return [torch.as_tensor(leaf) for leaf in leaves]
 
 
-def slices(leaves: list[Tensor], expected: list[Argument], count: int, batch_dim: int | None) -> list[Tensor]:
-    """Each input as a dense tensor [count, ...]: one slice a micro-batch. Lists every wrong shape and dtype."""
-    problems, found = [], []
-    for value, argument in zip(leaves, expected, strict=True):
-        shape = tuple(argument.type.shape)
-        dtype = DTYPES[argument.type.dtype]
-        if value.dtype != dtype:
-            problems.append(
-                f"{argument.name}: dtype is {str(value.dtype).removeprefix('torch.')}, expected {argument.type.dtype}"
-            )
-        value = value.detach()
-        whole = _whole_shape(shape, count, batch_dim)
-        if tuple(value.shape) == whole:
-            if count == 1:
-                found.append(value.contiguous().unsqueeze(0))
-            elif batch_dim == 0:
-                found.append(value.reshape(count, *shape).contiguous())
+class InputPlan:
+    """What the inputs of one kind of call must be; turns the caller's tensors into dense ones with `count` slices."""
+
+    def __init__(self, expected: list[Argument], structure: Structure, count: int, batch_dim: int | None) -> None:
+        self.expected, self.structure, self.count, self.batch_dim = expected, structure, count, batch_dim
+        self.types = [(DTYPES[a.type.dtype], torch.Size(_whole_shape(tuple(a.type.shape), count, batch_dim))) for a in expected]
+        self.in_order = count == 1 or batch_dim == 0  # slices follow each other in the caller's own memory
+
+    def take(self, args: tuple[Any, ...]) -> Sequence[Tensor]:
+        """Tensors of the right type that lie dense in memory are taken as they are; anything else goes the long way."""
+        if self.in_order and len(args) == len(self.types):
+            for value, (dtype, shape) in zip(args, self.types, strict=True):
+                if not (isinstance(value, Tensor) and value.dtype is dtype and value.shape == shape and value.is_contiguous()):
+                    break
             else:
-                found.append(torch.stack(value.chunk(count, dim=batch_dim or 0)).contiguous())
-        elif tuple(value.shape) == shape and (not shape or batch_dim is None):  # the same for every micro-batch
-            found.append(value.expand(count, *shape).contiguous())
-        else:
-            problems.append(f"{argument.name}: shape is {list(value.shape)}, expected {list(whole)}")
-    if problems:
-        more = f" ({count} micro-batches in this call)" if count > 1 else ""
-        raise UserError("input-mismatch", f"the inputs do not fit the artifact{more}:\n    " + "\n    ".join(problems),
-                        fix="shapes and dtypes are fixed at compile time: convert the input, or compile again")  # fmt: skip
-    return found
+                return args
+        return self._long_way(flat_inputs(args, self.expected, self.structure))
+
+    def _long_way(self, leaves: list[Tensor]) -> list[Tensor]:
+        """Lists every wrong shape and dtype; makes what is right dense, one slice a micro-batch."""
+        problems, found = [], []
+        count, batch_dim = self.count, self.batch_dim
+        for value, argument, (dtype, whole) in zip(leaves, self.expected, self.types, strict=True):
+            shape = tuple(argument.type.shape)
+            if value.dtype != dtype:
+                problems.append(f"{argument.name}: dtype is {dtype_name(value.dtype)}, expected {argument.type.dtype}")
+            value = value.detach()
+            if value.shape == whole:
+                if self.in_order:
+                    found.append(value.contiguous())
+                else:
+                    found.append(torch.stack(value.chunk(count, dim=batch_dim or 0)).contiguous())
+            elif tuple(value.shape) == shape and (not shape or batch_dim is None):  # the same for every micro-batch
+                found.append(value.expand(count, *shape).contiguous())
+            else:
+                problems.append(f"{argument.name}: shape is {list(value.shape)}, expected {list(whole)}")
+        if problems:
+            more = f" ({count} micro-batches in this call)" if count > 1 else ""
+            raise UserError("input-mismatch", f"the inputs do not fit the artifact{more}:\n    " + "\n    ".join(problems),
+                            fix="shapes and dtypes are fixed at compile time: convert the input, or compile again")  # fmt: skip
+        return found
 
 
 def _whole_shape(shape: tuple[int, ...], count: int, batch_dim: int | None) -> tuple[int, ...]:
@@ -99,9 +113,7 @@ def _whole_shape(shape: tuple[int, ...], count: int, batch_dim: int | None) -> t
 
 
 def joined(outputs: Tensor, batch_dim: int | None) -> Tensor:
-    """[count, ...] slices back in the user's form: one slice as it is, more of them side by side along the batch."""
-    if outputs.shape[0] == 1:
-        return outputs[0]
+    """[count, ...] slices in the user's form: side by side along the batch."""
     if outputs.dim() == 1 or batch_dim is None or batch_dim >= outputs.dim() - 1:
         return outputs  # scalars: one a micro-batch
     return torch.cat(list(outputs), dim=batch_dim)

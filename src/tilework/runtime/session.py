@@ -26,8 +26,8 @@ from ..artifact.structure import unflatten
 from ..artifact.writer import write_whole
 from ..errors import MachineError, UserError, did_you_mean
 from . import sync
-from .arguments import flat_inputs, joined, slices
-from .devices import Call, NotANumber, open_device
+from .arguments import InputPlan, joined
+from .devices import Bound, Call, NotANumber, open_device
 
 SECTIONS = ("fwd", "bwd", "reduce", "opt")
 _WEIGHTS = ("param/", "buffer/", "state/")
@@ -61,10 +61,15 @@ class Session:
         self.buffers = self._allocate()
         self._device = open_device(self.device_name, artifact, self.buffers, num_threads)
         self.seed(seed)
+        self._outputs = [(a.name, tuple(a.type.shape), DTYPES[a.type.dtype]) for a in self.manifest.outputs]
+        self._loss_positions = [i for i, (name, _, _) in enumerate(self._outputs) if name in self.manifest.losses]
+        self._sections_in_order = self._find_sections()
+        self._fused = next((p for p in ("step", "accumulate") if p in self.manifest.programs), None)
         self._has_weights = not self.manifest.parameters
         self._ran_forward = False
         self._kept_gradients = False
         self._followed: list[torch.optim.Optimizer] = []
+        self._prepared: dict[tuple[str, int], tuple[InputPlan, Bound, int]] = {}
         self._set_defaults()
 
     # ---- set-up ----
@@ -160,6 +165,8 @@ class Session:
             self.set(sync.hyper_of(self.manifest, self._followed))
         if hyper:
             self.set(hyper)
+        if sections is None and out_grads is None and not keep_gradients and self._fused is not None and self._loss_positions:
+            return self._run_fused(inputs, num_steps)
         wanted = self._sections(sections)
         if out_grads is not None:
             self._set_out_grads(out_grads)
@@ -187,31 +194,21 @@ class Session:
     def infer(self, *inputs: Any) -> Any:
         """The model in eval mode: its outputs, nothing changed. Works from any artifact."""
         self._need_weights()
-        expected = self.manifest.inputs[: self.manifest.num_model_inputs]
-        leaves = flat_inputs(inputs, expected, self.manifest.input_structure)
-        sources = slices(leaves, expected, 1, self.manifest.batch_dim)
-        outputs = [a.type.type().empty().unsqueeze(0) for a in self.manifest.infer_outputs]
-        names = [f"infer/{a.name}" for a in self.manifest.infer_outputs]
-        self._device.run(
-            Call(
-                micro="infer",
-                inputs=[(f"input/{a.name}", s) for a, s in zip(expected, sources, strict=True)],
-                outputs=list(zip(names, outputs, strict=True)),
-                new_seed=False,
-            )
-        )
+        m = self.manifest
+        outputs = [torch.empty(a.type.shape, dtype=DTYPES[a.type.dtype]) for a in m.infer_outputs]
+        plan, bound, _ = self._prepare("infer", 1)
+        bound.run(plan.take(inputs), outputs)
         self._ran_forward = False
-        return unflatten(self.manifest.infer_structure, iter([o[0] for o in outputs]))
+        return unflatten(m.infer_structure, iter(outputs))
 
     @property
     def training_sections(self) -> list[str]:
         """The sections that this artifact can run, in order."""
+        return list(self._sections_in_order)
+
+    def _find_sections(self) -> list[str]:
         have = {s for p in self.manifest.programs.values() for s in p.sections}
         return [s for s in SECTIONS if s in have or (s == "reduce" and "bwd" in have)]
-
-    @property
-    def _fused(self) -> str | None:
-        return next((p for p in ("step", "accumulate") if p in self.manifest.programs), None)
 
     def _sections(self, sections: Sequence[str] | None) -> builtins.set[str]:
         have = self.training_sections
@@ -226,19 +223,35 @@ class Session:
                             found=", ".join(map(str, sections)), expected=", ".join(have) or "infer() only")  # fmt: skip
         return set(sections) - {"reduce"}  # one replica: there is nothing to reduce over
 
+    def _prepare(self, program: str, num_steps: int) -> tuple[InputPlan, Bound, int]:
+        """Everything about a kind of call that does not depend on its inputs, worked out once."""
+        found = self._prepared.get((program, num_steps))
+        if found is not None:
+            return found
+        m = self.manifest
+        infer, accumulates = program == "infer", program == "accumulate"
+        expected = m.inputs[: m.num_model_inputs] if infer else m.inputs
+        outputs = [f"infer/{a.name}" for a in m.infer_outputs] if infer else [f"output/{a.name}" for a in m.outputs]
+        writes = m.programs[program].writes
+        call = Call(
+            micro=program,
+            update="opt" if accumulates and "opt" in m.programs else None,
+            num_steps=num_steps,
+            num_micro_batches=m.num_micro_batches if accumulates else 1,
+            inputs=tuple(f"input/{a.name}" for a in expected),
+            outputs=tuple(outputs),
+            zeroed=tuple(b for b in writes if b.startswith("grad/") and not b.startswith("grad/input/")) if accumulates else (),
+            new_seed=not infer,
+            stop_at_nan=f"output/{m.losses[0]}" if self.nan_error and m.losses and not infer else None,
+        )
+        plan = InputPlan(expected, m.input_structure, call.count, m.batch_dim)
+        self._prepared[program, num_steps] = found = (plan, self._device.bind(call), call.count)
+        return found
+
     def _run_fused(self, inputs: tuple[Any, ...], num_steps: int) -> Result:
         program = self._fused
         assert program is not None
-        updates = "opt" in self.training_sections and program == "accumulate"
-        zeroed = [b for b in self.manifest.programs[program].writes if b.startswith("grad/")] if program == "accumulate" else []
-        result = self._run_micro(
-            program,
-            inputs,
-            num_steps,
-            self.manifest.num_micro_batches,
-            update="opt" if updates else None,
-            zeroed=[b for b in zeroed if not b.startswith("grad/input/")],
-        )
+        result = self._run_micro(program, inputs, num_steps)
         self._ran_forward = False
         self._kept_gradients = any(b.startswith("grad/") for b in self.manifest.programs[program].writes)
         self.num_steps += num_steps
@@ -246,55 +259,35 @@ class Session:
 
     def _run_forward(self, inputs: tuple[Any, ...]) -> Result:
         self._need_program("fwd")
-        result = self._run_micro("fwd", inputs, 1, 1)
+        result = self._run_micro("fwd", inputs, 1)
         self._ran_forward = True
         return result
 
-    def _run_micro(
-        self,
-        program: str,
-        inputs: tuple[Any, ...],
-        num_steps: int,
-        num_micro: int,
-        update: str | None = None,
-        zeroed: Sequence[str] = (),
-    ) -> Result:
-        m, count = self.manifest, num_steps * num_micro
-        leaves = flat_inputs(inputs, m.inputs, m.input_structure)
-        sources = slices(leaves, m.inputs, count, m.batch_dim)
-        outputs = {a.name: torch.empty((count, *a.type.shape), dtype=self.buffers[f"output/{a.name}"].dtype) for a in m.outputs}
-        call = Call(
-            micro=program,
-            update=update,
-            num_steps=num_steps,
-            num_micro_batches=num_micro,
-            inputs=[(f"input/{a.name}", s) for a, s in zip(m.inputs, sources, strict=True)],
-            outputs=[(f"output/{name}", t) for name, t in outputs.items()],
-            zeroed=zeroed,
-            stop_at_nan=f"output/{m.losses[0]}" if self.nan_error and m.losses else None,
-        )
+    def _run_micro(self, program: str, inputs: tuple[Any, ...], num_steps: int) -> Result:
+        plan, bound, count = self._prepare(program, num_steps)
+        outputs = [torch.empty(shape if count == 1 else (count, *shape), dtype=dtype) for _, shape, dtype in self._outputs]
         try:
-            self._device.run(call)
+            bound.run(plan.take(inputs), outputs)
         except NotANumber as e:
             raise UserError(
                 "loss-nan", f"the loss is not a number at step {self.num_steps + e.step + 1}",
                 fix="lower the learning rate, clip the gradients (clip_norm), or look at the inputs of that step",
             ) from e  # fmt: skip
-        return self._result(outputs)
+        return self._result(outputs, count)
 
-    def _result(self, outputs: dict[str, Tensor]) -> Result:
+    def _result(self, outputs: list[Tensor], count: int) -> Result:
         m = self.manifest
-        losses = None
-        if m.losses:
-            losses = outputs[m.losses[0]]
-            for name in m.losses[1:]:
-                losses = losses + outputs[name]
-        loss = losses
+        loss = losses = None
+        for i in self._loss_positions:
+            losses = outputs[i] if losses is None else losses + outputs[i]
         if losses is not None:
-            loss = losses[0] if losses.shape[0] == 1 else losses.mean(0) if m.accumulate == "mean" else losses.sum(0)
-        own = [a.name for a in (m.outputs[1:] if m.separate_loss else m.outputs)]
-        leaves = iter([joined(outputs[name], m.batch_dim) for name in own])
-        return Result(loss, unflatten(m.output_structure, leaves), losses)
+            if count == 1:
+                loss, losses = losses, losses.unsqueeze(0)
+            else:
+                loss = losses.mean(0) if m.accumulate == "mean" else losses.sum(0)
+        own = outputs[1:] if m.separate_loss else outputs
+        leaves = own if count == 1 else [joined(o, m.batch_dim) for o in own]
+        return Result(loss, unflatten(m.output_structure, iter(leaves)), losses)
 
     def _run_backward(self, given: bool) -> None:
         self._need_program("bwd")
@@ -304,7 +297,7 @@ class Session:
         if not given and not self.manifest.losses:
             raise UserError("run-loss", "bwd needs gradients of the outputs: this artifact has no loss of its own",
                             fix="give out_grads={name: gradient, ...}")  # fmt: skip
-        self._device.run(Call(micro="bwd", new_seed=False))
+        self._section("bwd")
         self._kept_gradients = True
         self._default_out_grads()
 
@@ -312,8 +305,16 @@ class Session:
         self._need_program("opt")
         if not self._kept_gradients:
             raise UserError("run-order", "opt needs gradients, and no bwd has made any", fix="run bwd before opt")
-        self._device.run(Call(micro="opt", new_seed=False))
+        self._section("opt")
         self.num_steps += 1
+
+    def _section(self, program: str) -> None:
+        """A section that takes nothing from the caller and gives nothing back."""
+        key = (program, 1)
+        if key not in self._prepared:
+            nothing = InputPlan([], ["tuple"], 1, None)
+            self._prepared[key] = (nothing, self._device.bind(Call(micro=program, new_seed=False)), 1)
+        self._prepared[key][1].run((), ())
 
     def _set_out_grads(self, given: Mapping[str, Tensor] | Sequence[Tensor | None]) -> None:
         names = [a.name for a in self.manifest.outputs if f"outgrad/{a.name}" in self.buffers]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import platform
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -33,6 +34,7 @@ class CpuBackend:
             "flags": " ".join(toolchain.flags(options)),
             "features": " ".join(toolchain.needed_features(options)),
             "code_version": CODE_VERSION,
+            "codegen": json.dumps(codegen_cpu.settings(options), sort_keys=True),
             "kernels": hashlib.sha256(codegen_cpu.KERNELS.read_bytes()).hexdigest(),
         }
         header: Path | None = None

@@ -12,19 +12,24 @@ import torch
 from ...artifact.reader import Artifact
 
 
-@dataclass
+@dataclass(frozen=True)
 class Call:
-    """One call: `num_steps` times (`num_micro_batches` times `micro`, then `update`)."""
+    """What one call does: `num_steps` times (`num_micro_batches` times `micro`, then `update`)."""
 
     micro: str
     update: str | None = None
     num_steps: int = 1
     num_micro_batches: int = 1
-    inputs: Sequence[tuple[str, torch.Tensor]] = ()  # (buffer, dense tensor with one slice a micro-batch)
-    outputs: Sequence[tuple[str, torch.Tensor]] = ()  # (buffer, tensor that gets one slice a micro-batch)
-    zeroed: Sequence[str] = ()  # buffers set to zero before each step
+    inputs: tuple[str, ...] = ()  # buffers that get one slice of the caller's memory a micro-batch
+    outputs: tuple[str, ...] = ()  # buffers that are copied to one slice of the caller's memory a micro-batch
+    zeroed: tuple[str, ...] = ()  # buffers set to zero before each step
     new_seed: bool = True  # bwd keeps the seed of its fwd
     stop_at_nan: str | None = None  # the loss buffer to watch
+
+    @property
+    def count(self) -> int:
+        """Micro-batches in the whole call: how many slices the caller's tensors hold."""
+        return self.num_steps * self.num_micro_batches
 
 
 class NotANumber(Exception):
@@ -35,10 +40,16 @@ class NotANumber(Exception):
         self.step = step
 
 
+class Bound(Protocol):
+    """A call made ready once, to be run many times: on dense tensors with `count` slices each."""
+
+    def run(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None: ...
+
+
 class Device(Protocol):
     """A loaded artifact on one device. `buffers` is shared with the session, which owns the memory."""
 
-    def run(self, call: Call) -> None: ...
+    def bind(self, call: Call) -> Bound: ...
 
     def seed(self, base: int) -> None: ...
 

@@ -10,6 +10,7 @@ import ctypes
 import fcntl
 import itertools
 import os
+from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_char_p, c_int, c_int32, c_int64, c_size_t, c_uint64, c_void_p
 
 import torch
@@ -102,47 +103,68 @@ class Device:
     def seed(self, base: int) -> None:
         self.random.base, self.random.counter = base & 0xFFFFFFFFFFFFFFFF, 0
 
-    def prepare(self, call: Call) -> _Call:
-        """The call as the driver takes it. Tensors in it must stay alive until it has run."""
-
-        def copies(pairs: object) -> ctypes.Array[_Copy]:
-            made = []
-            for buffer, outside in pairs:  # type: ignore[attr-defined]
-                target = self.buffers[buffer]
-                size = target.numel() * target.element_size()
-                made.append(_Copy(target.data_ptr(), outside.data_ptr(), size, size))
-            return (_Copy * len(made))(*made)
-
-        inputs, outputs = copies(call.inputs), copies(call.outputs)
-        zeroed = copies((b, self.buffers[b]) for b in call.zeroed)
-        native = _Call()
-        native.num_steps, native.num_micro_batches = call.num_steps, call.num_micro_batches
-        native.micro = self.programs[call.micro]
-        if call.update:
-            native.update = self.programs[call.update]
-        native.inputs, native.num_inputs = inputs, len(inputs)
-        native.outputs, native.num_outputs = outputs, len(outputs)
-        native.zeroed, native.num_zeroed = zeroed, len(zeroed)
-        if call.new_seed and self.random.seed:  # null where the step draws no random numbers
-            native.random = ctypes.pointer(self.random)
-        if call.stop_at_nan and self.buffers[call.stop_at_nan].dtype == torch.float32:
-            native.loss, native.stop_at_nan = self.buffers[call.stop_at_nan].data_ptr(), 1
-        return native
-
-    def execute(self, native: _Call) -> None:
-        """The one native call."""
-        status = self.driver.tilework_call(ctypes.byref(native), self.error, _ERROR_SIZE)
-        if status == _NAN:
-            raise NotANumber(native.steps_done)
-        if status:
-            raise MachineError("native-run", f"a program failed: {self.error.value.decode('utf-8', 'replace')}",
-                               fix="if memory is short, use a smaller batch; otherwise report this")  # fmt: skip
-
-    def run(self, call: Call) -> None:
-        self.execute(self.prepare(call))
+    def bind(self, call: Call) -> _Bound:
+        return _Bound(self, call)
 
     def close(self) -> None:
         for handle in self.handles.values():
             self.driver.tilework_free(handle)
         self.handles.clear()
         self.programs.clear()
+
+
+class _Bound:
+    """A call as the driver takes it, made once. Running it sets the caller's addresses and makes one native call."""
+
+    def __init__(self, device: Device, call: Call) -> None:
+        self.inputs = self._copies(device, call.inputs)
+        self.outputs = self._copies(device, call.outputs)
+        self.zeroed = self._copies(device, call.zeroed)
+        native = self.native = _Call()
+        native.num_steps, native.num_micro_batches = call.num_steps, call.num_micro_batches
+        native.micro = device.programs[call.micro]
+        if call.update:
+            native.update = device.programs[call.update]
+        native.inputs, native.num_inputs = self.inputs, len(self.inputs)
+        native.outputs, native.num_outputs = self.outputs, len(self.outputs)
+        native.zeroed, native.num_zeroed = self.zeroed, len(self.zeroed)
+        if call.new_seed and device.random.seed:  # null where the step draws no random numbers
+            native.random = ctypes.pointer(device.random)
+        if call.stop_at_nan and device.buffers[call.stop_at_nan].dtype == torch.float32:
+            native.loss, native.stop_at_nan = device.buffers[call.stop_at_nan].data_ptr(), 1
+        self.error = device.error
+        self._function = device.driver.tilework_call
+        self._reference = ctypes.byref(native)
+        self._alive = device  # libraries, handles and buffers must outlive this
+
+    @staticmethod
+    def _copies(device: Device, names: Sequence[str]) -> ctypes.Array[_Copy]:
+        made = []
+        for name in names:
+            target = device.buffers[name]
+            size = target.numel() * target.element_size()
+            made.append(_Copy(target.data_ptr(), None, size, size))
+        return (_Copy * len(made))(*made)
+
+    def point(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+        """Takes the addresses of the caller's tensors, which must stay alive until execute() has returned."""
+        for copy, tensor in zip(self.inputs, inputs, strict=True):
+            copy.outside = tensor.data_ptr()
+        for copy, tensor in zip(self.outputs, outputs, strict=True):
+            copy.outside = tensor.data_ptr()
+
+    def execute(self) -> None:
+        """The one native call."""
+        status = self._function(self._reference, self.error, _ERROR_SIZE)
+        if status:
+            self._explain(status)
+
+    def _explain(self, status: int) -> None:
+        if status == _NAN:
+            raise NotANumber(self.native.steps_done)
+        raise MachineError("native-run", f"a program failed: {self.error.value.decode('utf-8', 'replace')}",
+                           fix="if memory is short, use a smaller batch; otherwise report this")  # fmt: skip
+
+    def run(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+        self.point(inputs, outputs)
+        self.execute()

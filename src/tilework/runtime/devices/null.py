@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ...artifact.reader import Artifact
@@ -10,14 +12,19 @@ from . import Call
 
 class Device:
     def __init__(self, artifact: Artifact, buffers: dict[str, torch.Tensor], num_threads: int | None) -> None:
-        self.buffers = buffers
+        pass
+
+    def bind(self, call: Call) -> _Bound:
+        return _Bound()
 
     def seed(self, base: int) -> None:
         pass
 
-    def run(self, call: Call) -> None:
-        for _, target in call.outputs:
-            target.zero_()
-
     def close(self) -> None:
         pass
+
+
+class _Bound:
+    def run(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+        for target in outputs:
+            target.zero_()

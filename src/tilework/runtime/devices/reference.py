@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -67,25 +68,36 @@ class Device:
     def seed(self, base: int) -> None:
         self.base, self.counter = base, 0
 
-    def run(self, call: Call) -> None:
-        at = 0
-        for step in range(call.num_steps):
-            for name in call.zeroed:
-                self.buffers[name].zero_()
-            for _ in range(call.num_micro_batches):
-                for buffer, source in call.inputs:
-                    self.buffers[buffer].copy_(source[at])
-                if call.new_seed and "rng/seed" in self.buffers:
-                    self.buffers["rng/seed"].fill_(next_seed(self.base, self.counter))
-                    self.counter += 1
-                self.programs[call.micro](self.buffers)
-                for buffer, target in call.outputs:
-                    target[at].copy_(self.buffers[buffer])
-                if call.stop_at_nan and bool(self.buffers[call.stop_at_nan].isnan().any()):
-                    raise NotANumber(step)
-                at += 1
-            if call.update:
-                self.programs[call.update](self.buffers)
+    def bind(self, call: Call) -> _Bound:
+        return _Bound(self, call)
 
     def close(self) -> None:
         self.programs.clear()
+
+
+class _Bound:
+    def __init__(self, device: Device, call: Call) -> None:
+        self.device, self.call = device, call
+
+    def run(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+        device, call, buffers = self.device, self.call, self.device.buffers
+        sources = [(b, t.reshape(call.count, *buffers[b].shape)) for b, t in zip(call.inputs, inputs, strict=True)]
+        targets = [(b, t.view(call.count, *buffers[b].shape)) for b, t in zip(call.outputs, outputs, strict=True)]
+        at = 0
+        for step in range(call.num_steps):
+            for name in call.zeroed:
+                buffers[name].zero_()
+            for _ in range(call.num_micro_batches):
+                for buffer, source in sources:
+                    buffers[buffer].copy_(source[at])
+                if call.new_seed and "rng/seed" in buffers:
+                    buffers["rng/seed"].fill_(next_seed(device.base, device.counter))
+                    device.counter += 1
+                device.programs[call.micro](buffers)
+                for buffer, target in targets:
+                    target[at].copy_(buffers[buffer])
+                if call.stop_at_nan and bool(buffers[call.stop_at_nan].isnan().any()):
+                    raise NotANumber(step)
+                at += 1
+            if call.update:
+                device.programs[call.update](buffers)
