@@ -46,16 +46,26 @@ class Step:
         problems = []
         if not isinstance(self.model, nn.Module):
             problems.append(f"model: found {type(self.model).__name__}, expected a torch.nn.Module")
-        if self.num_micro_batches < 1:
-            problems.append(f"num_micro_batches: found {self.num_micro_batches}, expected 1 or more")
+        elif isinstance(self.model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            problems.append(f"model: found {type(self.model).__name__}, expected the module inside it (model.module)")
+        elif isinstance(self.model, torch.jit.ScriptModule) or hasattr(self.model, "_orig_mod"):
+            problems.append("model: found a scripted or compiled module, expected the original nn.Module")
+        else:
+            problems += [f"model: parameter {k} {why}" for k, p in self.model.named_parameters() if (why := _unusable(p))]
+        if not isinstance(self.num_micro_batches, int) or self.num_micro_batches < 1:
+            problems.append(f"num_micro_batches: found {self.num_micro_batches!r}, expected a whole number, 1 or more")
+        if not callable(self.loss) and not (isinstance(self.targets, (tuple, list)) and not self.targets):
+            problems.append(
+                "targets: given, but loss is not a function that could take them; expected loss=function, or no targets"
+            )
         if self.accumulate not in ("mean", "sum"):
             problems.append(f"accumulate: found {self.accumulate!r}, expected 'mean' or 'sum'")
         if self.precision not in ("float32", "bfloat16"):
             problems.append(f"precision: found {self.precision!r}, expected 'float32' or 'bfloat16'")
         for name in ("clip_norm", "clip_value"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                problems.append(f"{name}: found {value}, expected a number above 0, or None")
+            if value is not None and not (isinstance(value, (int, float)) and value > 0):
+                problems.append(f"{name}: found {value!r}, expected a number above 0, or None")
         for opt in self.optimizers:
             if not isinstance(opt, torch.optim.Optimizer):
                 problems.append(f"optimizer: found {type(opt).__name__}, expected a torch.optim.Optimizer")
@@ -93,6 +103,16 @@ class Step:
         if isinstance(targets, (tuple, list)):
             return loss(output, *targets)
         return loss(output, targets)
+
+
+def _unusable(parameter: torch.Tensor) -> str:
+    if isinstance(parameter, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)):
+        return "has no shape yet: call the model once before"
+    if parameter.is_complex():
+        return "is complex: keep real and imaginary part as two real parameters"
+    if parameter.device.type != "cpu":
+        return f"is on {parameter.device}: bring the model to the cpu (model.cpu()) before compiling"
+    return ""
 
 
 def as_step(value: Any) -> Step:

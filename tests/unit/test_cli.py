@@ -243,6 +243,23 @@ def test_user_mistakes_exit_with_2(place: Path, args: list[str], words: str) -> 
     assert words in done.stderr and "Traceback" not in done.stderr
 
 
+def test_what_the_users_code_prints_is_not_json(place: Path) -> None:
+    (place / "loud.py").write_text(
+        "print('hello')\nfrom model import build as quiet\ndef build():\n    print('building')\n    return quiet()\n"
+    )
+    done = tilework(place, "compile", "loud.py:build", "-o", "loud.pef", "--device", "null", "--json")
+    assert json.loads(done.stdout)["artifact"] == "loud.pef" and "building" in done.stderr
+
+
+def test_places_of_mistakes_in_files(place: Path) -> None:
+    (place / "syntax.py").write_text("x = 1\ndef build(:\n    pass\n")
+    assert "syntax.py:2" in tilework(place, "compile", "syntax.py:build").stderr
+    assert "there is no module 'nope'" in tilework(place, "compile", "nope.mod:build").stderr
+    assert "does not take digits" in tilework(place, "run", "m.pef", "--data", "digits").stderr
+    assert "is a folder" in tilework(place, "compile", "model.py:build", "-o", ".").stderr
+    assert "loud.py:4" not in tilework(place, "compile", "model.py:raises").stderr
+
+
 def test_the_environment_exits_with_3_and_json_errors(place: Path) -> None:
     members = forge.members_of(place / "m.pef")
     fingerprint = json.loads(members["manifest.json"])["fingerprint"] | {"device": "cuda"}

@@ -121,8 +121,12 @@ class Graph:
 
     @property
     def buffers(self) -> tuple[str, ...]:
-        """Every buffer the graph touches, in the fixed order in which a program takes them."""
-        return tuple(dict.fromkeys([*self.reads, *(buffer for buffer, _ in self.writes)]))
+        """Every buffer the graph touches, in the fixed order in which a program takes them.
+
+        Those that are only written come first: the compiler stores results in this order, and an output that is a plain
+        copy of a parameter must be stored before the parameter is."""
+        read = set(self.reads)
+        return tuple(dict.fromkeys([*(b for b, _ in self.writes if b not in read), *self.reads, *(b for b, _ in self.writes)]))
 
     @property
     def written(self) -> frozenset[str]:

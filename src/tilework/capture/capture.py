@@ -125,6 +125,7 @@ class _Capture:
                 if self.groups:
                     self.report("tracing the optimizer")
                     sections["opt"] = self._opt(sections["bwd"])
+            self._take_optimizer_state(sections)
             self.report("tracing inference")
             sections["infer"], infer_structure = self._infer()
         return self._graph(sections, infer_structure)
@@ -287,6 +288,20 @@ class _Capture:
         with torch.no_grad():
             traced = trace(update, example)
         return to_graph("opt", traced, reads, results, "opt")
+
+    def _take_optimizer_state(self, sections: dict[str, Graph]) -> None:
+        """An optimizer that has already made steps: its state belongs to the initial weights."""
+        if "opt" not in sections:
+            return
+        for g in self.groups:
+            state = self.step.optimizers[int(g.optimizer.removeprefix("opt"))].state
+            for k in g.params:
+                values = state.get(self.probe.trainable[k], {})
+                for name in (*g.rule.state, "step"):
+                    buffer = f"state/{g.optimizer}/step" if name == "step" else f"state/{k}/{name}"
+                    if isinstance(values.get(name), Tensor) and buffer in sections["opt"].types:
+                        kind = torch.int64 if name == "step" else values[name].dtype
+                        self.weights[buffer] = values[name].detach().to(kind)
 
     def _infer(self) -> tuple[Graph, Structure]:
         """The model alone, in eval mode: what a training artifact runs for inference."""

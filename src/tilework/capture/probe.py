@@ -21,11 +21,12 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..artifact.structure import Structure, flatten
-from ..errors import Place, UserError
+from ..errors import Place, TileworkError, UserError
 from ..random import RANDOM_OPERATORS, DropoutSite, seeded
 from ..reach import hidden_parameters
 from ..step import Step
-from .source import line_text, short, user_frame
+from .rewrites import Rewrites
+from .source import line_text, short, user_frame, user_line_of_exception
 
 aten = torch.ops.aten
 
@@ -273,12 +274,27 @@ def preserved(step: Step) -> Iterator[None]:
 
 def evaluate(step: Step, inputs: Any, targets: Any) -> tuple[list[Tensor], Structure]:
     """Forward and loss: every output tensor (a separate loss first), and the structure of the model's own output."""
-    with torch.autocast("cpu", torch.bfloat16, enabled=step.precision == "bfloat16", cache_enabled=False):
+    with Rewrites(), torch.autocast("cpu", torch.bfloat16, enabled=step.precision == "bfloat16", cache_enabled=False):
         output = step.call_model(inputs)
         outputs, structure = flatten(output)
         if step.loss_function is not None:
             outputs = [step.call_loss(output, targets), *outputs]
     return outputs, structure
+
+
+@contextmanager
+def model_errors() -> Iterator[None]:
+    """What the user's own model or loss raises on the example inputs is the user's, with the user's line."""
+    try:
+        yield
+    except TileworkError:
+        raise
+    except Exception as e:
+        at = user_line_of_exception(e)
+        where, text = (short(*at), line_text(*at)) if at else ("the model", "")
+        why = f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}"
+        place = Place(where, text, why, "make the step run in eager PyTorch on these example inputs first")
+        raise UserError("user-code", "the model or its loss fails on the example inputs", places=[place]) from e
 
 
 def run_probe(step: Step, example: Callable[[], tuple[Any, Any]]) -> Probe:
@@ -290,7 +306,7 @@ def run_probe(step: Step, example: Callable[[], tuple[Any, Any]]) -> Probe:
 
     def once() -> tuple[list[Tensor], Structure, list[DropoutSite]]:
         inputs, targets = example()
-        with seeded(torch.tensor(1), module_names=names) as random:
+        with model_errors(), seeded(torch.tensor(1), module_names=names) as random:
             outputs, structure = evaluate(step, inputs, targets)
         return outputs, structure, random.sites
 

@@ -33,8 +33,19 @@ _DECOMPOSITIONS = get_decompositions(
         aten.native_batch_norm_backward,
         aten._native_batch_norm_legit,
         aten._batch_norm_impl_index,
+        aten._weight_norm_interface,
     ]
 )
+
+
+def _weight_norm_backward(grad: Tensor, v: Tensor, g: Tensor, norms: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """w = v g / |v|, with |v| over all dimensions but `dim`: torch has no decomposition of its backward."""
+    others = [d for d in range(v.dim()) if d != dim % v.dim()]
+    along = (grad * v).sum(others, keepdim=True)
+    return (g / norms) * (grad - v * along / (norms * norms)), along / norms
+
+
+_DECOMPOSITIONS[aten._weight_norm_interface_backward.default] = _weight_norm_backward
 _IDENTITIES = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default,
                aten.lift.default}  # fmt: skip
 
@@ -163,6 +174,9 @@ def to_graph(name: str, traced: Traced, reads: Sequence[str], results: Sequence[
     taken = set(reads)
 
     def arg(value: Any) -> Any:
+        if isinstance(value, torch.layout) and value != torch.strided:
+            raise UserError("capture-operator", f"the model uses sparse tensors ({value}), for which no device has code",
+                            fix="use dense tensors, for example nn.Embedding(sparse=False)")  # fmt: skip
         if isinstance(value, torch.fx.Node):
             return Ref(env[value])
         if isinstance(value, (list, tuple)):

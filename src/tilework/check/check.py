@@ -282,7 +282,7 @@ def _allowance(artifact: Artifact, expected: _Results) -> dict[str, Tensor]:
         for name in group.params:
             if name in expected.gradients:
                 g = expected.gradients[name].double().abs()
-                noise = _GRADIENT_NOISE * max(float(g.max()), 1e-2 * overall)
+                noise = _GRADIENT_NOISE * max(float(g.max()), 0.1 * overall)
                 found[name] = lr * (2.0 * noise / (g + eps)).clamp(max=2.0)
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import inspect
@@ -17,6 +18,7 @@ from typing import Any
 
 from rich.console import Console
 
+from ..capture.source import is_user_file
 from ..errors import Place, TileworkError, UserError, did_you_mean
 from ..step import Step, as_step
 
@@ -71,18 +73,30 @@ def _load_file(path: Path) -> Any:
 def _load_module(name: str) -> Any:
     sys.path.insert(0, os.getcwd())
     with user_code(f"importing {name}"):
-        return importlib.import_module(name)
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as e:
+            if e.name and (name == e.name or name.startswith(f"{e.name}.")):
+                raise UserError("reference", f"there is no module {e.name!r}", expected="an installed module, or FILE.py") from e
+            raise
 
 
 @contextmanager
 def user_code(doing: str) -> Iterator[None]:
-    """An exception in the user's own code is the user's: shown with its place, not as our traceback."""
+    """An exception in the user's own code is the user's: shown with its place, not as our traceback.
+
+    What that code prints goes to stderr: stdout is for results."""
     try:
-        yield
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
     except TileworkError:
         raise
+    except SyntaxError as e:
+        place = Place(f"{e.filename}:{e.lineno}", (e.text or "").strip(), f"SyntaxError: {e.msg}", "correct this line")
+        raise UserError("user-code", f"{doing} failed", places=[place]) from e
     except Exception as e:
-        last = traceback.extract_tb(e.__traceback__)[-1]
+        trail = traceback.extract_tb(e.__traceback__)
+        last = next((f for f in reversed(trail) if is_user_file(f.filename)), trail[-1])
         place = Place(f"{last.filename}:{last.lineno}", last.line or "", f"{type(e).__name__}: {e}", "correct this line")
         raise UserError("user-code", f"{doing} failed", places=[place]) from e
 

@@ -56,6 +56,8 @@ def command(
             out.print(str(planned), markup=False)
         return
     path = output or Path("out") / f"{build.split(':')[0].removesuffix('.py').split('/')[-1].split('.')[-1]}.pef"
+    if path.is_dir() or not path.name:
+        raise UserError("options", f"--output {path} is a folder", expected="a file name, such as out/model.pef")
     with progress(quiet=json) as report:
         done = compile_step(step, path, options=options, weights=weights, report=report)  # type: ignore[arg-type]
     if json:

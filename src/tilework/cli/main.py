@@ -48,33 +48,38 @@ def _register() -> None:
 def main(argv: list[str] | None = None) -> None:
     """The entry point. Every way out has its exit code, and no traceback unless it is our bug."""
     argv = (sys.argv[1:] if argv is None else argv) or ["--help"]
-    as_json = "--json" in argv
+    try:
+        code = _run(argv)
+    except (KeyboardInterrupt, typer.Abort):  # wherever it struck, also while another way out was being taken
+        print("tilework: stopped", file=sys.stderr)
+        code = 130
+    sys.exit(code)
+
+
+def _run(argv: list[str]) -> int:
     try:
         _register()
         code = app(args=argv, prog_name="tilework", standalone_mode=False)
+        return code if isinstance(code, int) else 0
     except TileworkError as e:
-        if as_json:
+        if "--json" in argv:
             print(json.dumps(e.as_json()))
         print(f"tilework: error {e}", file=sys.stderr)
-        sys.exit(e.exit_code)
+        return e.exit_code
     except typer.Exit as e:
-        sys.exit(e.exit_code)
+        return e.exit_code
     except typer.TyperException as e:  # a wrong flag or argument
-        print(f"tilework: error {e.format_message()}\n  see: tilework {argv[0] if argv else ''} --help", file=sys.stderr)
-        sys.exit(2)
-    except (KeyboardInterrupt, typer.Abort):
-        print("tilework: stopped", file=sys.stderr)
-        sys.exit(130)
+        print(f"tilework: error {e.format_message()}\n  see: tilework {argv[0]} --help", file=sys.stderr)
+        return 2
     except BrokenPipeError:
-        sys.exit(0)
+        return 0
     except Exception as e:
         traceback.print_exc()
         print(
             f"tilework: this is a bug in Tilework: {type(e).__name__}: {e}\n  please report it with the text above",
             file=sys.stderr,
         )
-        sys.exit(4)
-    sys.exit(code if isinstance(code, int) else 0)
+        return 4
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import json as json_lib
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -100,6 +101,7 @@ def _watched(batches: Iterable[Any], limit: int | None) -> Iterator[Any]:
 def _batches(data: str, folder: Path | None, session: Any, seed: int) -> Callable[[int], Iterable[Any]]:
     """A function from the epoch's number to its batches."""
     from ..check.check import random_inputs
+    from ..errors import UserError
     from ..zoo import digits
 
     manifest = session.manifest
@@ -109,6 +111,10 @@ def _batches(data: str, folder: Path | None, session: Any, seed: int) -> Callabl
     if data == "digits":
         x, y = digits.load("train", folder)
         shape = manifest.inputs[0].type.shape
+        if math.prod(shape[1:]) != 784 or len(manifest.inputs) != 2:
+            raise UserError("data-shape", "this artifact does not take digits",
+                            found=", ".join(f"{a.name} {a.type.type()}" for a in manifest.inputs),
+                            expected="images of 784 values, and labels")  # fmt: skip
         return lambda epoch: ((a.reshape(rows, *shape[1:]), b) for a, b in digits.batches(x, y, rows, seed + epoch))
     function = find_function(data)
     takes = len(inspect.signature(function).parameters)

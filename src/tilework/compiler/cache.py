@@ -50,7 +50,7 @@ def disk_errors(what: str) -> Iterator[None]:
         if e.errno in (errno.ENOSPC, errno.EDQUOT):
             raise MachineError("disk-full", f"{what}: no space left on the device", found=str(e.filename or ""),
                                fix="free some space, or set TILEWORK_CACHE to a folder on another disk") from e  # fmt: skip
-        if e.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        if e.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
             raise MachineError("disk-permission", f"{what}: {e.strerror}", found=str(e.filename or ""),
                                fix="choose a folder that you can write to") from e  # fmt: skip
         raise

@@ -8,6 +8,7 @@ stops with our bug, not with wrong code.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import warnings
@@ -65,10 +66,14 @@ def operator_named(name: str) -> Any:
 def _inductor_cache(folder: Path) -> Iterator[None]:
     """Inductor keeps its own files (header probes, instruction-set checks) in our cache instead of /tmp."""
     before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    logger = logging.getLogger("torch._inductor")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # its warnings about missing C entry points become our own error
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
     try:
         yield
     finally:
+        logger.setLevel(level)
         if before is None:
             del os.environ["TORCHINDUCTOR_CACHE_DIR"]
         else:

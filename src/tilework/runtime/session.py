@@ -30,6 +30,7 @@ from .arguments import InputPlan, joined
 from .devices import Bound, Call, NotANumber, open_device
 
 SECTIONS = ("fwd", "bwd", "reduce", "opt")
+DEVICES = ("cpu", "reference", "null")
 _WEIGHTS = ("param/", "buffer/", "state/")
 
 
@@ -55,9 +56,12 @@ class Session:
         self.artifact = artifact
         self.manifest = artifact.manifest
         self.device_name = device or self.manifest.fingerprint.device
+        if self.device_name not in DEVICES and self.device_name != self.manifest.fingerprint.device:
+            raise UserError("options", f"no device {device!r}", expected=did_you_mean(str(device), DEVICES))
         require(self.manifest.fingerprint, self.device_name, artifact.path)
         self.nan_error = nan_error
         self.num_steps = 0
+        self._closed = False
         self.buffers = self._allocate()
         self._device = open_device(self.device_name, artifact, self.buffers, num_threads)
         self.seed(seed)
@@ -120,17 +124,23 @@ class Session:
 
     def set(self, values: Mapping[str, float] | None = None, /, **named: float) -> None:
         """Change hyperparameters, from the next step on. A bare name (lr, momentum, p) sets it in every group or site."""
-        wrong = []
+        wrong, found = [], {}
         for name, value in {**(values or {}), **named}.items():
+            if not isinstance(value, (int, float)) or isinstance(value, bool):
+                wrong.append(f"{name}: found {value!r}, expected a number")
+                continue
             known = [k for k in self.manifest.hyperparameters if k == name or k.split("#")[0].rsplit(".", 1)[-1] == name]
             if not known:
                 wrong.append(f"{name}: {did_you_mean(name, {*self.manifest.hyperparameters, *self._bare_names()})}")
             for full in known:
-                if f"hyper/{full}" in self.buffers:
-                    self.buffers[f"hyper/{full}"].fill_(float(value))
+                found[full] = float(value)
         if wrong:
             hint = "compile with keep_momentum=True to leave room for it" if "momentum" in {**(values or {}), **named} else ""
-            raise UserError("hyper-unknown", "no such hyperparameter in this artifact:\n    " + "\n    ".join(wrong), fix=hint)
+            raise UserError("hyper-unknown", "these hyperparameters cannot be set:\n    " + "\n    ".join(wrong), fix=hint)
+
+        for full, value in found.items():
+            if f"hyper/{full}" in self.buffers:
+                self.buffers[f"hyper/{full}"].fill_(value)
 
     def _bare_names(self) -> builtins.set[str]:
         return {k.split("#")[0].rsplit(".", 1)[-1] for k in self.manifest.hyperparameters}
@@ -161,6 +171,8 @@ class Session:
         num_steps   this many optimizer steps in one call; the batch holds the inputs of all of them.
         """
         self._need_weights()
+        if not isinstance(num_steps, int) or num_steps < 1:
+            raise UserError("run-loop", "num_steps", found=repr(num_steps), expected="a whole number, 1 or more")
         if self._followed:
             self.set(sync.hyper_of(self.manifest, self._followed))
         if hyper:
@@ -212,6 +224,7 @@ class Session:
 
     def _sections(self, sections: Sequence[str] | None) -> builtins.set[str]:
         have = self.training_sections
+        sections = [sections] if isinstance(sections, str) else sections
         if sections is None:
             sections = have
             if not self.manifest.losses and "bwd" in have:
@@ -334,6 +347,8 @@ class Session:
                             fix="compile with programs='all'")  # fmt: skip
 
     def _need_weights(self) -> None:
+        if self._closed:
+            raise UserError("session-closed", "the session is closed", fix="load the artifact again")
         if not self._has_weights and self.device_name != "null":
             raise UserError("session-weights", f"{self.artifact.path}: the session has no weights yet",
                             fix="session.to_device(model), session.load(file), or compile with weights inside")  # fmt: skip
@@ -416,6 +431,9 @@ class Session:
         return next((f"{kind}/{name}" for kind in ("param", "buffer") if f"{kind}/{name}" in self.buffers), f"param/{name}")
 
     def close(self) -> None:
+        """Free what the device holds. The session cannot run afterwards; its tensors can still be read."""
+        self._closed = True
+        self._prepared.clear()
         self._device.close()
 
     def __enter__(self) -> Session:

@@ -43,26 +43,29 @@ def check_types(tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor], wh
                         fix="use the model that was compiled, or compile again")  # fmt: skip
 
 
-def to_device(tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor], *, partial: bool = False) -> None:
+def _known(tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors that have a buffer. UserError unless there is one for every parameter and buffer of the artifact."""
     wanted = {k for k in buffers if k.startswith(("param/", "buffer/"))}
     known = {k: t for k, t in tensors.items() if k in buffers}
     missing = sorted(wanted - set(known))
-    if missing and not partial:
+    if missing:
         raise UserError("weights-mismatch", "the model lacks tensors that the artifact has",
                         found=", ".join(m.split("/", 1)[1] for m in missing[:10]),
                         fix="use the model that was compiled, or compile again")  # fmt: skip
     check_types(known, buffers, "model")
+    return known
+
+
+def to_device(tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
-        for name, t in known.items():
+        for name, t in _known(tensors, buffers).items():
             buffers[name].copy_(t)
 
 
 def to_host(tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
     """Copies parameters and buffers into the host's own tensors, in place: whoever holds them sees the new values."""
-    known = {k: t for k, t in tensors.items() if k in buffers}
-    check_types(known, buffers, "model")
     with torch.no_grad():
-        for name, t in known.items():
+        for name, t in _known(tensors, buffers).items():
             t.data.copy_(buffers[name])
 
 
@@ -75,6 +78,10 @@ def _groups(
         if i >= len(optimizers) or j >= len(optimizers[i].param_groups):
             raise UserError("optimizer-mismatch", f"the artifact has optimizer group {group.prefix}, and the host has not",
                             fix="give the optimizers in the order in which they were compiled")  # fmt: skip
+        kinds = [kind.__name__.lower() for kind in type(optimizers[i]).__mro__]
+        if group.rule not in kinds and not (group.rule == "adamw" and "adam" in kinds):
+            raise UserError("optimizer-mismatch", f"group {group.prefix} was compiled for another kind of optimizer",
+                            found=type(optimizers[i]).__name__, expected=group.rule)  # fmt: skip
         host = optimizers[i].param_groups[j]
         params = [(names[id(p)], p) for p in host["params"] if names.get(id(p)) in group.params]
         yield group, optimizers[i], host, params

@@ -16,7 +16,7 @@ from ctypes import POINTER, Structure, c_char_p, c_int, c_int32, c_int64, c_size
 import torch
 
 from ...artifact.reader import Artifact
-from ...errors import BugError, MachineError
+from ...errors import BugError, MachineError, UserError
 from . import Call, NotANumber
 
 _NAN = 2
@@ -162,7 +162,11 @@ class _Bound:
     def _explain(self, status: int) -> None:
         if status == _NAN:
             raise NotANumber(self.native.steps_done)
-        raise MachineError("native-run", f"a program failed: {self.error.value.decode('utf-8', 'replace')}",
+        text = self.error.value.decode("utf-8", "replace")
+        if "out of bounds" in text:
+            raise UserError("input-values", "an index in the inputs is out of range", found=text.splitlines()[0][:200],
+                            fix="look at class labels and token numbers: they must be below the number of classes")  # fmt: skip
+        raise MachineError("native-run", f"a program failed: {text}",
                            fix="if memory is short, use a smaller batch; otherwise report this")  # fmt: skip
 
     def run(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:

@@ -1,0 +1,25 @@
+"""Functions of PyTorch that look at values although their result does not depend on that: written so that they need not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+
+def _one_hot(x: Tensor, num_classes: int = -1) -> Tensor:
+    if num_classes < 0:  # the number of classes would be read from the data
+        return F.one_hot(x, num_classes)
+    classes = torch.arange(num_classes, dtype=x.dtype, device=x.device)
+    return (x.unsqueeze(-1) == classes).to(torch.int64)
+
+
+_REWRITES: dict[Any, Any] = {F.one_hot: _one_hot, torch._C._nn.one_hot: _one_hot}
+
+
+class Rewrites(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        return _REWRITES.get(func, func)(*args, **(kwargs or {}))

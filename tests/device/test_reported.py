@@ -1,0 +1,202 @@
+"""Things that users found. Each test is a program that once went wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import tilework
+from tilework.capture.capture import capture
+from tilework.check.check import check
+
+FAST = tilework.Options(opt_level=1)
+REFERENCE = tilework.Options(device="reference")
+
+
+def step_of(model: nn.Module, inputs=None, targets=None, **kwargs) -> tilework.Step:
+    inputs = (torch.randn(4, 6),) if inputs is None else inputs
+    kwargs.setdefault("loss", F.mse_loss)
+    kwargs.setdefault("optimizer", torch.optim.SGD(model.parameters(), lr=0.1))
+    return tilework.Step(model=model, inputs=inputs, targets=(torch.randn(4, 3),) if targets is None else targets, **kwargs)
+
+
+@pytest.mark.parametrize("device", ["cpu", "reference"])
+def test_outputs_that_are_copies_of_state(device: str, tmp_path) -> None:
+    """An output that is a plain copy or view of a parameter or buffer has the value from before the update."""
+
+    class Copies(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.other = nn.Linear(6, 3), nn.Linear(6, 3)
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x):
+            old = self.count.clone()
+            self.count += 1
+            out = self.fc(x) + self.other(x)
+            return out, old, self.fc.bias.detach().clone(), self.other.weight.view(2, 9).detach().clone(), self.fc.weight.t()
+
+    torch.manual_seed(0)
+    model = Copies()
+    step = step_of(model, loss=lambda out, y: F.mse_loss(out[0], y))
+    tilework.compile(step, tmp_path / "m.pef", options=tilework.Options(device=device, opt_level=1))
+    bias, weight, fc = model.fc.bias.clone(), model.other.weight.clone(), model.fc.weight.clone()
+    for sections in (None, ["fwd"]):
+        session = tilework.load(tmp_path / "m.pef")
+        out = session.run(*step.inputs, *step.targets, sections=sections).outputs
+        assert float(out[1]) == 0.0 and float(session.buffers["buffer/count"]) == 1.0
+        assert torch.equal(out[2], bias) and torch.equal(out[3], weight.view(2, 9)) and torch.equal(out[4], fc.t())
+    assert check(tmp_path / "m.pef", step).ok
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_bias_before_batchnorm_passes_the_check(seed: int, tmp_path) -> None:
+    """Its true gradient is zero, so what both sides compute is rounding noise."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3))
+    step = step_of(
+        model, loss=F.cross_entropy, targets=(torch.randint(0, 3, (4,)),), optimizer=torch.optim.Adam(model.parameters())
+    )
+    tilework.compile(step, tmp_path / "m.pef", options=FAST)
+    report = check(tmp_path / "m.pef", step)
+    assert report.ok, report.first_difference
+    assert check(tmp_path / "m.pef").ok
+
+
+def test_the_check_still_sees_small_errors(tmp_path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+    step = step_of(model)
+    tilework.compile(step, tmp_path / "m.pef", options=REFERENCE)
+    step.loss = lambda out, y: F.mse_loss(out, y) * 1.0005
+    report = check(tmp_path / "m.pef", step)
+    failed = {(r.kind, r.name) for r in report.rows if not r.ok}
+    assert ("output", "loss") in failed and ("gradient", "0.weight") in failed and ("gradient", "3.weight") in failed
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: step_of(nn.Linear(5, 3)), "RuntimeError"),
+        (lambda: step_of(nn.Linear(6, 3), loss=lambda out, y: out.nothing), "AttributeError"),
+        (lambda: step_of(nn.BatchNorm1d(6), inputs=(torch.randn(1, 6),)), "ValueError"),
+        (lambda: step_of(nn.Linear(6, 3), inputs={"nope": torch.randn(4, 6)}), "TypeError"),
+    ],
+)
+def test_a_model_that_fails_is_the_users(make, words: str) -> None:
+    with pytest.raises(tilework.UserError) as e:
+        capture(make())
+    assert e.value.id == "user-code" and words in str(e.value)
+
+
+def test_models_that_are_wrapped_lazy_or_complex() -> None:
+    class Complex(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+
+    for model, words in (
+        (nn.DataParallel(nn.Linear(6, 3)), "model.module"),
+        (torch.compile(nn.Linear(6, 3)), "original"),
+        (nn.LazyLinear(3), "no shape yet"),
+        (Complex(), "complex"),
+        (nn.Linear(6, 3, device="meta"), "model.cpu()"),
+    ):
+        with pytest.raises(tilework.UserError, match="step-argument") as e:
+            step_of(model, optimizer=None)
+        assert words in str(e.value)
+
+
+def test_targets_without_a_loss_function() -> None:
+    with pytest.raises(tilework.UserError, match="targets: given"):
+        step_of(nn.Linear(6, 3), loss="auto")
+
+
+def test_sparse_gradients_are_refused() -> None:
+    model = nn.Embedding(5, 3, sparse=True)
+    with pytest.raises(tilework.UserError, match="sparse"):
+        capture(step_of(model, inputs=(torch.randint(0, 5, (4,)),)))
+
+
+def test_one_hot_with_a_given_number_of_classes(tmp_path) -> None:
+    class OneHot(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(6, 3)
+
+        def forward(self, x):
+            return self.fc(F.one_hot(x, 6).float())
+
+    torch.manual_seed(0)
+    model, x = OneHot(), torch.tensor([0, 5, 2, 2])
+    step = step_of(model, inputs=(x,))
+    tilework.compile(step, tmp_path / "m.pef", options=REFERENCE)
+    assert check(tmp_path / "m.pef", step).ok
+
+
+def test_weight_norm_has_native_code(tmp_path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(6, 5)), nn.Tanh(), nn.Linear(5, 3))
+    step = step_of(model)
+    tilework.compile(step, tmp_path / "m.pef", options=FAST)
+    assert check(tmp_path / "m.pef", step).ok
+
+
+def test_an_optimizer_that_has_made_steps_keeps_its_state(tmp_path) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3)
+    step = step_of(model, optimizer=torch.optim.Adam(model.parameters(), lr=0.01))
+
+    def eager() -> torch.Tensor:
+        step.optimizer.zero_grad()
+        loss = F.mse_loss(model(step.inputs[0]), step.targets[0])
+        loss.backward()
+        step.optimizer.step()
+        return loss.detach()
+
+    for _ in range(5):
+        eager()
+    tilework.compile(step, tmp_path / "m.pef", options=REFERENCE)
+    session = tilework.load(tmp_path / "m.pef")
+    assert int(session.buffers["state/opt0/step"]) == 5
+    for _ in range(3):
+        assert torch.allclose(session.run(*step.inputs, *step.targets).loss, eager(), rtol=1e-5)
+
+
+def test_sync_with_the_wrong_objects(tmp_path) -> None:
+    model = nn.Linear(6, 3)
+    step = step_of(model, optimizer=torch.optim.Adam(model.parameters()))
+    tilework.compile(step, tmp_path / "m.pef", options=REFERENCE)
+    session = tilework.load(tmp_path / "m.pef")
+    with pytest.raises(tilework.UserError, match="weights-mismatch"):
+        session.to_host(nn.Sequential(nn.Linear(2, 2)))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for sync in (session.to_host, session.to_device):
+        with pytest.raises(tilework.UserError, match="optimizer-mismatch"):
+            sync(model, sgd)
+
+
+def test_wrong_calls(tmp_path) -> None:
+    step = step_of(nn.Linear(6, 3), loss=F.cross_entropy, targets=(torch.randint(0, 3, (4,)),))
+    tilework.compile(step, tmp_path / "m.pef", options=FAST)
+    session = tilework.load(tmp_path / "m.pef")
+    before = session.hyper
+    with pytest.raises(tilework.UserError, match="zzz"):
+        session.set(lr=9.0, zzz=1.0)
+    with pytest.raises(tilework.UserError, match="expected a number"):
+        session.set(lr="fast")  # type: ignore[arg-type]
+    assert session.hyper == before  # nothing was set
+    for wrong in (0, -1, 2.5, "3"):
+        with pytest.raises(tilework.UserError, match="num_steps"):
+            session.run(*step.inputs, *step.targets, num_steps=wrong)
+    assert session.run(*step.inputs, *step.targets, sections="fwd").loss is not None  # type: ignore[arg-type]
+    with pytest.raises(tilework.UserError, match="input-values"):
+        session.run(step.inputs[0], step.targets[0] + 7)
+    session.run(*step.inputs, *step.targets)  # it goes on
+    session.close()
+    with pytest.raises(tilework.UserError, match="session-closed"):
+        session.run(*step.inputs, *step.targets)
+    with pytest.raises(tilework.UserError, match="no device 'frob'"):
+        tilework.load(tmp_path / "m.pef", device="frob")
