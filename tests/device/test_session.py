@@ -105,6 +105,20 @@ def test_save_and_load(session_of, artifact, device: str, tmp_path) -> None:
     assert any(k.startswith("state/") for k in mine)
 
 
+@pytest.mark.parametrize("device", COMPUTING)
+def test_training_goes_on_from_a_checkpoint_bit_for_bit(session_of, artifact, device: str, tmp_path) -> None:
+    """Dropout masks, momentum and step count included."""
+    session, step = session_of("dropout", device, seed=9, optimizer="adam")
+    data = batches(step, 6)
+    losses = [session.run(*b).loss for b in data[:3]]
+    session.save(tmp_path / "c.safetensors")
+    losses += [session.run(*b).loss for b in data[3:]]
+    other = tilework.load(artifact("dropout", device, optimizer="adam"), weights=tmp_path / "c.safetensors", seed=1234)
+    again = [other.run(*b).loss for b in data[3:]]
+    assert all(torch.equal(a, b) for a, b in zip(losses[3:], again, strict=True))
+    assert all(torch.equal(t, other.tensors()[k]) for k, t in session.tensors().items())
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_foreign_weights_are_listed(session_of, device: str) -> None:
     session, _ = session_of("mlp", device)

@@ -101,7 +101,7 @@ class Weights(_Model):
     """Where the weights are: inside, in the file beside the artifact with this name and digest, or nowhere."""
 
     where: Literal["inside", "separate", "none"]
-    file: str | None = None
+    file: str | None = Field(default=None, pattern=r"^[^/\\]+$")  # a plain name, never a path
     sha256: str | None = None
 
 

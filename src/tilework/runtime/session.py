@@ -137,7 +137,6 @@ class Session:
         if wrong:
             hint = "compile with keep_momentum=True to leave room for it" if "momentum" in {**(values or {}), **named} else ""
             raise UserError("hyper-unknown", "these hyperparameters cannot be set:\n    " + "\n    ".join(wrong), fix=hint)
-
         for full, value in found.items():
             if f"hyper/{full}" in self.buffers:
                 self.buffers[f"hyper/{full}"].fill_(value)
@@ -177,20 +176,17 @@ class Session:
             self.set(sync.hyper_of(self.manifest, self._followed))
         if hyper:
             self.set(hyper)
-        if sections is None and out_grads is None and not keep_gradients and self._fused is not None and self._loss_positions:
+        fused = self._fused is not None and out_grads is None and (not keep_gradients or self._fused == "accumulate")
+        if sections is None and fused and self._loss_positions:
             return self._run_fused(inputs, num_steps)
         wanted = self._sections(sections)
-        if out_grads is not None:
-            self._set_out_grads(out_grads)
-        micro = self.manifest.num_micro_batches
-        whole = wanted == set(self.training_sections) - {"reduce"}
-        if whole and out_grads is None and not keep_gradients and self._fused is not None:
+        if fused and wanted == set(self.training_sections) - {"reduce"}:
             return self._run_fused(inputs, num_steps)
-        if num_steps != 1 or (micro > 1 and whole):
-            if whole and micro > 1 and self._fused is not None:
-                return self._run_fused(inputs, num_steps)
+        if num_steps != 1:
             raise UserError("run-loop", "several steps in one call need the fused step",
                             fix="run without sections=, out_grads= and keep_gradients=")  # fmt: skip
+        if out_grads is not None:
+            self._set_out_grads(out_grads)
         result = Result(None, None, None)
         if "fwd" in wanted:
             result = self._run_forward(inputs)
@@ -403,7 +399,8 @@ class Session:
 
     def save(self, path: str | Path) -> None:
         """Everything that training changes, as safetensors, whole or not at all. load() goes on from there."""
-        notes = {"tilework": json.dumps({"artifact": self.artifact.digest, "num_steps": self.num_steps})}
+        about = {"artifact": self.artifact.digest, "num_steps": self.num_steps, "random": self._device.random_state()}
+        notes = {"tilework": json.dumps(about)}
         data = safetensors.torch.save({k: t.contiguous() for k, t in self.tensors().items()}, metadata=notes)
         write_whole(Path(path), lambda f: f.write(data))
 
@@ -420,6 +417,8 @@ class Session:
                             expected="a safetensors file") from e  # fmt: skip
         self.load_tensors(tensors)
         self.num_steps = int(notes.get("num_steps", 0))
+        if "random" in notes:
+            self._device.seed(*notes["random"])
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         prefixed = {k if k.startswith(_WEIGHTS) else self._prefixed(k): t for k, t in tensors.items()}

@@ -51,7 +51,11 @@ class Device(Protocol):
 
     def bind(self, call: Call) -> Bound: ...
 
-    def seed(self, base: int) -> None: ...
+    def seed(self, base: int, counter: int = 0) -> None:
+        """The next micro-batch draws its random numbers from (base, counter), the one after from counter + 1."""
+
+    def random_state(self) -> tuple[int, int]:
+        """(base, counter): what seed() takes to go on from here."""
 
     def close(self) -> None: ...
 

@@ -100,8 +100,11 @@ class Device:
             self.handles[name] = handle
         return self.handles[name]
 
-    def seed(self, base: int) -> None:
-        self.random.base, self.random.counter = base & 0xFFFFFFFFFFFFFFFF, 0
+    def seed(self, base: int, counter: int = 0) -> None:
+        self.random.base, self.random.counter = base & 0xFFFFFFFFFFFFFFFF, counter
+
+    def random_state(self) -> tuple[int, int]:
+        return self.random.base, self.random.counter
 
     def bind(self, call: Call) -> _Bound:
         return _Bound(self, call)

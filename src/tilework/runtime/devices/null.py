@@ -17,8 +17,11 @@ class Device:
     def bind(self, call: Call) -> _Bound:
         return _Bound()
 
-    def seed(self, base: int) -> None:
-        pass
+    def seed(self, base: int, counter: int = 0) -> None:
+        self._random = (base, counter)
+
+    def random_state(self) -> tuple[int, int]:
+        return self._random
 
     def close(self) -> None:
         pass

@@ -65,8 +65,11 @@ class Device:
         self.programs = {name: Replay(graph) for name, graph in artifact.graphs.items()}
         self.base = self.counter = 0
 
-    def seed(self, base: int) -> None:
-        self.base, self.counter = base, 0
+    def seed(self, base: int, counter: int = 0) -> None:
+        self.base, self.counter = base, counter
+
+    def random_state(self) -> tuple[int, int]:
+        return self.base, self.counter
 
     def bind(self, call: Call) -> _Bound:
         return _Bound(self, call)
