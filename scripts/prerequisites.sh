@@ -5,8 +5,6 @@ missing=""
 command -v g++ >/dev/null 2>&1 || missing="$missing g++"
 command -v python3 >/dev/null 2>&1 || missing="$missing python3"
 python3 -c 'import venv, ensurepip' >/dev/null 2>&1 || missing="$missing python3-venv"
-include=$(python3 -c 'import sysconfig; print(sysconfig.get_paths()["include"])' 2>/dev/null)
-[ -f "$include/Python.h" ] || missing="$missing python3-dev"
 if [ -n "$missing" ]; then
   if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
     echo "installing:$missing"

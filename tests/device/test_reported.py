@@ -200,3 +200,35 @@ def test_wrong_calls(tmp_path) -> None:
         session.run(*step.inputs, *step.targets)
     with pytest.raises(tilework.UserError, match="no device 'frob'"):
         tilework.load(tmp_path / "m.pef", device="frob")
+
+
+@pytest.mark.parametrize("device", ["cpu", "reference"])
+def test_examples_that_are_not_contiguous(device: str, tmp_path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(3 * 2 * 3, 3)).to(memory_format=torch.channels_last)
+    x = torch.randn(4, 4, 5, 2).permute(0, 3, 1, 2)
+    y = torch.randn(3, 4).t()
+    step = step_of(model, inputs=(x,), targets=(y,))
+    tilework.compile(step, tmp_path / "m.pef", options=tilework.Options(device=device, opt_level=1))
+    assert check(tmp_path / "m.pef", step).ok
+    session = tilework.load(tmp_path / "m.pef")
+    loss = session.run(x.contiguous(), y.contiguous()).loss
+    assert torch.allclose(loss, F.mse_loss(model(x), y), rtol=1e-5)
+
+
+def test_a_dropout_in_a_module_whose_name_looks_like_an_optimizer(tmp_path) -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.optics = nn.Sequential(nn.Linear(6, 3), nn.Dropout(0.5))
+            self.opt0 = nn.ModuleDict({"g0": nn.Dropout(0.25)})
+
+        def forward(self, x):
+            return self.opt0["g0"](self.optics(x))
+
+    torch.manual_seed(0)
+    step = step_of(Named())
+    tilework.compile(step, tmp_path / "m.pef", options=REFERENCE)
+    session = tilework.load(tmp_path / "m.pef")
+    assert session.hyper["optics.1.p"] == 0.5
+    assert check(tmp_path / "m.pef", step).ok

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -13,6 +14,11 @@ FORMAT_VERSION = (1, 0)  # major: readers of another major refuse; minor: newer 
 
 Size = Annotated[int, Field(ge=0, lt=2**40)]
 Name = Annotated[str, Field(min_length=1, max_length=512)]
+
+
+def is_dropout(hyperparameter: str) -> bool:
+    """Hyperparameters belong to an optimizer group (opt0.g1.lr), to clipping, or else to a dropout (encoder.drop.p)."""
+    return not re.match(r"opt\d+\.g\d+\.(?!p$|p#)\w+$", hyperparameter) and hyperparameter not in ("clip_norm", "clip_value")
 
 
 class _Model(BaseModel):

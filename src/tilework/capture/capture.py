@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..artifact.graph import Graph, TensorType
+from ..artifact.manifest import is_dropout
 from ..artifact.structure import Structure, flatten, names, unflatten
 from ..errors import UserError
 from ..random import seeded
@@ -103,7 +104,10 @@ class _Capture:
             shifted = ["tuple", ["value", None], *target_structure[1:]]
             wanted += _argument_names(forward, shifted, "target")
         self.input_names = _ordered_unique(wanted)
-        self.flat = [*self.example_inputs, *self.example_targets]
+        # Input buffers are dense, whatever the strides of the examples: a call copies the caller's memory as it lies.
+        self.flat = [
+            t.detach().contiguous().requires_grad_(t.requires_grad) for t in (*self.example_inputs, *self.example_targets)
+        ]
         if not self.flat:
             raise UserError("inputs-none", "the step has no input tensors", fix="give example inputs: inputs=(x, ...)")
 
@@ -242,17 +246,18 @@ class _Capture:
         self.updated = [k for g in self.groups for k in g.params if k in have]
         for k in self.updated:
             reads += [f"param/{k}", f"grad/{k}"]
-            example += [self.probe.trainable[k].detach()] * 2
+            p = self.probe.trainable[k].detach()
+            example += [p, p.contiguous()]  # gradients and state are dense, whatever the parameter's layout
         for g in self.groups:
             for k in g.params:
                 for s in g.rule.state if k in have else ():
                     reads.append(f"state/{k}/{s}")
-                    example.append(self.probe.trainable[k].detach())
+                    example.append(self.probe.trainable[k].detach().contiguous())
         for name in dict.fromkeys(g.optimizer for g in self.groups):
             reads.append(f"state/{name}/step")
             example.append(torch.tensor(0))
         for name in self.hyper:
-            if name.startswith("opt") or name in ("clip_norm", "clip_value"):
+            if not is_dropout(name):
                 reads.append(f"hyper/{name}")
                 example.append(torch.tensor(1.0, dtype=torch.float64))
 
@@ -318,7 +323,7 @@ class _Capture:
         with preserved(self.step), torch.no_grad():
             for _, root in self.step.modules:
                 root.eval()
-            traced = trace(infer, [*self.example_inputs, torch.tensor(1)])
+            traced = trace(infer, [*self.flat[:n], torch.tensor(1)])
         reads = [f"input/{i}" for i in self.input_names[:n]] + ["rng/seed"]
         reads += [self._closed_over(t) for t in traced.closed_over]
         self.infer_names = _ordered_unique(names(structure, "output"))

@@ -194,7 +194,7 @@ def to_graph(name: str, traced: Traced, reads: Sequence[str], results: Sequence[
             for buffer, value in zip(results, flat, strict=True):
                 if buffer is not None and value is not None:
                     writes[buffer] = env[value]
-                    types[buffer] = TensorType.dense(*_plain(value.meta["val"]))
+                    types.setdefault(buffer, TensorType.dense(*_plain(value.meta["val"])))  # one that is read keeps its layout
         elif node.target is aten.copy_.default and node.args[0].op == "placeholder":
             writes[env[node.args[0]]] = env[node.args[1]]
         elif node.target in _IDENTITIES:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..artifact.graph import DTYPES
+from ..artifact.manifest import is_dropout
 from ..artifact.reader import Artifact, read_artifact
 from ..artifact.structure import flatten, names, unflatten
 from ..errors import UserError
@@ -217,9 +218,7 @@ def _join(parts: list[Tensor], batch_dim: int | None) -> Tensor:
 def _probabilities(artifact: Artifact) -> list[Tensor]:
     """Dropout probabilities in site order: hyperparameters that belong to no optimizer and no clipping."""
     return [
-        torch.tensor(value, dtype=torch.float64)
-        for name, value in artifact.manifest.hyperparameters.items()
-        if not name.startswith("opt") and name not in ("clip_norm", "clip_value")
+        torch.tensor(value, dtype=torch.float64) for name, value in artifact.manifest.hyperparameters.items() if is_dropout(name)
     ]
 
 

@@ -198,6 +198,25 @@ static inline float* scratch(int64_t floats) {
   return room.data();
 }
 
+// The values of a 4-D tensor, dense: where they lie, or copied to `room` if the tensor has another layout (channels last, say).
+static inline const float* dense(const View& v, std::vector<float>& room) {
+  const int64_t *n = v.shape, *s = v.stride;
+  int64_t step = 1;
+  bool plain = true;
+  for (int64_t i = 3; i >= 0; --i) {
+    plain = plain && (n[i] == 1 || s[i] == step);
+    step *= n[i];
+  }
+  if (plain) return v.data;
+  room.resize(step);
+  float* to = room.data();
+  for (int64_t a = 0; a < n[0]; ++a)
+    for (int64_t b = 0; b < n[1]; ++b)
+      for (int64_t c = 0; c < n[2]; ++c)
+        for (int64_t d = 0; d < n[3]; ++d) *to++ = v.data[a * s[0] + b * s[1] + c * s[2] + d * s[3]];
+  return room.data();
+}
+
 static inline AtenTensorHandle empty4(const int64_t* shape) {
   const int64_t stride[4] = {shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3], 1};
   AtenTensorHandle handle;
@@ -214,6 +233,8 @@ extern "C" inline AOTITorchError aoti_torch_cpu_small_conv(AtenTensorHandle x, A
                                                            int64_t groups, AtenTensorHandle* ret) {
   using namespace tilework;
   View vx = view(x), vw = view(weight);
+  static thread_local std::vector<float> room_x, room_w;
+  const float *px = dense(vx, room_x), *pw = dense(vw, room_w);
   int64_t shape[4] = {vx.shape[0], vw.shape[0],
                       (vx.shape[2] + 2 * padding[0] - dilation[0] * (vw.shape[2] - 1) - 1) / stride[0] + 1,
                       (vx.shape[3] + 2 * padding[1] - dilation[1] * (vw.shape[3] - 1) - 1) / stride[1] + 1};
@@ -225,8 +246,8 @@ extern "C" inline AOTITorchError aoti_torch_cpu_small_conv(AtenTensorHandle x, A
   for (int64_t n = 0; n < v.n; ++n) {
     float* columns = scratch(depth * places);
     for (int64_t g = 0; g < groups; ++g) {
-      unfold(v, vx.data + (n * v.c + g * (v.c / groups)) * v.h * v.w, columns);
-      gemm({vw.data + g * each * depth, each, depth, depth, false}, {columns, depth, places, places, false},
+      unfold(v, px + (n * v.c + g * (v.c / groups)) * v.h * v.w, columns);
+      gemm({pw + g * each * depth, each, depth, depth, false}, {columns, depth, places, places, false},
            out + (n * v.o + g * each) * places, places, 1.0f, 0.0f);
     }
   }
@@ -239,6 +260,8 @@ extern "C" inline AOTITorchError aoti_torch_cpu_small_conv_input_grad(AtenTensor
                                                                       int64_t groups, AtenTensorHandle* ret) {
   using namespace tilework;
   View vg = view(grad), vw = view(weight);
+  static thread_local std::vector<float> room_g, room_w;
+  const float *pg = dense(vg, room_g), *pw = dense(vw, room_w);
   *ret = empty4(input_shape);
   float* out = view(*ret).data;
   const Conv v = conv(input_shape, vw.shape, vg.shape, stride, padding, dilation, groups);
@@ -249,7 +272,7 @@ extern "C" inline AOTITorchError aoti_torch_cpu_small_conv_input_grad(AtenTensor
     for (int64_t g = 0; g < groups; ++g) {
       float* image = out + (n * groups + g) * size;
       memset(image, 0, size * sizeof(float));
-      gemm({vw.data + g * each * depth, depth, each, depth, true}, {vg.data + (n * v.o + g * each) * places, each, places, places, false},
+      gemm({pw + g * each * depth, depth, each, depth, true}, {pg + (n * v.o + g * each) * places, each, places, places, false},
            columns, places, 1.0f, 0.0f);
       fold(v, columns, image);
     }
@@ -263,6 +286,8 @@ extern "C" inline AOTITorchError aoti_torch_cpu_small_conv_weight_grad(AtenTenso
                                                                        int64_t groups, AtenTensorHandle* ret) {
   using namespace tilework;
   View vg = view(grad), vx = view(x);
+  static thread_local std::vector<float> room_g, room_x;
+  const float *pg = dense(vg, room_g), *px = dense(vx, room_x);
   *ret = empty4(weight_shape);
   float* out = view(*ret).data;
   const Conv v = conv(vx.shape, weight_shape, vg.shape, stride, padding, dilation, groups);
@@ -270,8 +295,8 @@ extern "C" inline AOTITorchError aoti_torch_cpu_small_conv_weight_grad(AtenTenso
   float* columns = scratch(depth * places);
   for (int64_t n = 0; n < v.n; ++n)  // one image after the other: the sum has one order, whatever the number of threads
     for (int64_t g = 0; g < groups; ++g) {
-      unfold(v, vx.data + (n * v.c + g * (v.c / groups)) * v.h * v.w, columns);
-      gemm({vg.data + (n * v.o + g * each) * places, each, places, places, false}, {columns, places, depth, places, true},
+      unfold(v, px + (n * v.c + g * (v.c / groups)) * v.h * v.w, columns);
+      gemm({pg + (n * v.o + g * each) * places, each, places, places, false}, {columns, places, depth, places, true},
            out + g * each * depth, depth, 1.0f, n == 0 ? 0.0f : 1.0f);
     }
   return 0;

@@ -9,7 +9,6 @@ import platform
 import re
 import shutil
 import subprocess
-import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from ..errors import BugError, MachineError
 from ..plan.options import Options
 
 _TORCH = Path(torch.__file__).parent
-INCLUDES = [str(_TORCH / "include"), str(_TORCH / "include/torch/csrc/api/include"), sysconfig.get_paths()["include"]]
+INCLUDES = [str(_TORCH / "include"), str(_TORCH / "include/torch/csrc/api/include")]
 
 # The numeric flags are Inductor's own: strict IEEE but for contraction-free, trap-free code. -fwrapv: integers wrap.
 _FLAGS = [

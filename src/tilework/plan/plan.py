@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ..artifact.graph import Graph, TensorType
 from ..capture.capture import StepGraph
-from ..errors import UserError
+from ..errors import BugError, UserError
 from .cost import Cost, cost_of
 from .options import Options
 from .passes import accumulate, join, small_convolutions
@@ -89,7 +89,10 @@ def plan(step: StepGraph, options: Options) -> Plan:
     buffers: dict[str, TensorType] = {}
     for graph in programs.values():
         for buffer, kind in graph.types.items():
-            buffers.setdefault(buffer, kind)
+            if buffers.setdefault(buffer, kind) != kind:
+                raise BugError(
+                    "plan-types", f"programs disagree about buffer {buffer}: {buffers[buffer]} and {kind} in {graph.name}"
+                )
     for name, kind in step.inputs.items():
         buffers.setdefault(f"input/{name}", kind)
     for buffer, tensor in step.weights.items():
