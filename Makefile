@@ -10,9 +10,9 @@ ARGS ?=
 
 setup: $(VENV)/.ready
 
-# Everything pinned: requirements.lock holds exact versions, torch's CPU build first so that nothing pulls another one.
+# Everything pinned: requirements.lock holds exact versions, torch first, on its own, so that nothing pulls another one.
 $(VENV)/.ready: requirements.lock pyproject.toml scripts/prerequisites.sh
-	@sh scripts/prerequisites.sh
+	@PYTHON=$(PYTHON) sh scripts/prerequisites.sh
 	@echo "making $(VENV) (torch and the rest: a minute or two)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/pip install -q --disable-pip-version-check torch==2.13.0

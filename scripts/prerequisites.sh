@@ -1,10 +1,11 @@
 #!/bin/sh
 # What the project needs of the machine: Python 3.11+ with venv, and g++. Missing packages are installed when run as root;
 # otherwise they are named in one line with the command that installs them.
+python=${PYTHON:-python3}
 missing=""
 command -v g++ >/dev/null 2>&1 || missing="$missing g++"
-command -v python3 >/dev/null 2>&1 || missing="$missing python3"
-python3 -c 'import venv, ensurepip' >/dev/null 2>&1 || missing="$missing python3-venv"
+command -v "$python" >/dev/null 2>&1 || missing="$missing python3"
+"$python" -c 'import venv, ensurepip' >/dev/null 2>&1 || missing="$missing python3-venv"
 if [ -n "$missing" ]; then
   if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
     echo "installing:$missing"
@@ -14,7 +15,7 @@ if [ -n "$missing" ]; then
     exit 1
   fi
 fi
-python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
-  echo "Python 3.11 or later is needed, found $(python3 --version)   install with: sudo apt-get install python3.11" >&2
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
+  echo "Python 3.11 or later is needed, found $("$python" --version)   name another one with: make PYTHON=python3.11 ..." >&2
   exit 1
 }

@@ -36,7 +36,7 @@ def main() -> int:
         f"- machine: {os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}",
         f"- result: {total - failed - int(suite.get('skipped', 0))} passed, {failed} failed, {suite.get('skipped')} skipped "
         f"in {float(suite.get('time', 0)):.0f} s",
-        "- all models x all optimizers on cpu, 300 + 40 generated models, 10 000 mutated artifacts",
+        "- all models x all optimizers on cpu, 150 + 20 generated models, 10 000 mutated artifacts",
     ]
     if mutations:
         lines += ["", "| what became of 10 000 mutated artifacts | number |", "|---|---|"]

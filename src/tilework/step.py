@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -62,9 +63,15 @@ class Step:
             problems.append(f"accumulate: found {self.accumulate!r}, expected 'mean' or 'sum'")
         if self.precision not in ("float32", "bfloat16"):
             problems.append(f"precision: found {self.precision!r}, expected 'float32' or 'bfloat16'")
+        if isinstance(self.loss, nn.Module) and isinstance(self.model, nn.Module):
+            own = {f"loss.{k}" for k, _ in [*self.loss.named_parameters(), *self.loss.named_buffers()]}
+            twice = own & {k for k, _ in [*self.model.named_parameters(), *self.model.named_buffers()]}
+            problems += [
+                f"model: {k} is also a tensor of the loss module; rename the model's attribute 'loss'" for k in sorted(twice)
+            ]
         for name in ("clip_norm", "clip_value"):
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, (int, float)) and value > 0):
+            if value is not None and not (isinstance(value, (int, float)) and 0 < value < math.inf):
                 problems.append(f"{name}: found {value!r}, expected a number above 0, or None")
         for opt in self.optimizers:
             if not isinstance(opt, torch.optim.Optimizer):

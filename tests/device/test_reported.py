@@ -232,3 +232,175 @@ def test_a_dropout_in_a_module_whose_name_looks_like_an_optimizer(tmp_path) -> N
     session = tilework.load(tmp_path / "m.pef")
     assert session.hyper["optics.1.p"] == 0.5
     assert check(tmp_path / "m.pef", step).ok
+
+
+@pytest.mark.parametrize("device", ["cpu", "reference"])
+def test_inputs_that_all_micro_batches_share(device: str, tmp_path) -> None:
+    """A 0-dim input has no batch: every micro-batch and every step of a call gets the same one."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(6, 3)
+
+        def forward(self, x, scale):
+            return self.fc(x) * scale
+
+    torch.manual_seed(0)
+    scale = torch.tensor(2.0)
+    step = step_of(Scaled(), inputs=(torch.randn(4, 6), scale), num_micro_batches=2)
+    tilework.compile(step, tmp_path / "m.pef", options=tilework.Options(device=device, opt_level=1))
+    assert check(tmp_path / "m.pef", step).ok
+    session = tilework.load(tmp_path / "m.pef")
+    x, y = torch.randn(24, 6), torch.randn(24, 3)
+    assert session.run(x, scale, y, num_steps=3).losses.shape == (6,)
+
+
+def test_tensors_that_are_not_in_plain_memory(tmp_path) -> None:
+    step = step_of(nn.Linear(6, 3))
+    tilework.compile(step, tmp_path / "m.pef", options=FAST)
+    session = tilework.load(tmp_path / "m.pef")
+    x, y = step.inputs[0], step.targets[0]
+    with pytest.raises(tilework.UserError, match="is on meta"):
+        session.run(x.to("meta"), y)
+    expected = session.run(-x, y, sections=["fwd"]).loss
+    assert torch.equal(session.run(torch._neg_view(x), y, sections=["fwd"]).loss, expected)
+
+
+def test_an_index_out_of_range_in_a_parallel_loop(tmp_path) -> None:
+    """It is an error, not the end of the process."""
+    torch.manual_seed(0)
+    model = nn.Embedding(100, 64)
+    tokens = torch.randint(0, 100, (32, 64))
+    step = step_of(model, inputs=(tokens,), targets=(torch.randn(32, 64, 64),))
+    tilework.compile(step, tmp_path / "m.pef", options=FAST)
+    session = tilework.load(tmp_path / "m.pef", num_threads=2)
+    wrong = tokens.clone()
+    wrong[3, 5] = 100
+    with pytest.raises(tilework.UserError, match="input-values"):
+        session.run(wrong, *step.targets)
+    session.load(tmp_path / "m.safetensors")  # the step that failed may have been half done
+    assert float(session.run(tokens, *step.targets).loss) > 0
+    torch.set_num_threads(1)
+    assert check(tmp_path / "m.pef", step).ok
+
+
+@pytest.mark.parametrize("device", ["cpu", "reference"])
+def test_a_buffer_that_takes_the_old_value_of_another(device: str, tmp_path) -> None:
+    class Delay(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(6, 3)
+            self.register_buffer("now", torch.zeros(6))
+            self.register_buffer("before", torch.zeros(6))
+
+        def forward(self, x):
+            self.before = self.now.clone()
+            self.now = x.mean(0).detach()
+            return self.fc(x)
+
+    torch.manual_seed(0)
+    step = step_of(Delay())
+    step.model.now += 1
+    tilework.compile(step, tmp_path / "m.pef", options=tilework.Options(device=device, opt_level=1))
+    session = tilework.load(tmp_path / "m.pef")
+    for sections in (None, ["fwd"]):
+        old = session.buffers["buffer/now"].clone()
+        session.run(torch.randn(4, 6), *step.targets, sections=sections)
+        assert torch.equal(session.buffers["buffer/before"], old)
+    kept = step.model.now.clone()
+    assert check(tmp_path / "m.pef", step).ok
+    assert torch.equal(step.model.now, kept) and not step.model.before.any()  # the model is as it was
+
+
+def test_gradients_of_the_fused_step_are_not_there(tmp_path) -> None:
+    """Also where an input has a gradient, which the fused step does keep."""
+    step = step_of(nn.Linear(6, 3), inputs=(torch.randn(4, 6, requires_grad=True),))
+    tilework.compile(step, tmp_path / "m.pef", options=REFERENCE)
+    session = tilework.load(tmp_path / "m.pef")
+    session.run(step.inputs[0], *step.targets)
+    with pytest.raises(tilework.UserError, match="run-gradients"):
+        session.gradients()
+    session.run(step.inputs[0], *step.targets, sections=["fwd"])
+    session.run(sections=["bwd", "opt"])
+    with pytest.raises(tilework.UserError, match="run-order"):
+        session.run(sections=["bwd"])  # what fwd kept belongs to the weights from before opt
+
+
+@pytest.mark.parametrize(
+    "forward", [lambda x: torch.normal(x, 1.0), lambda x: F.rrelu(x, training=True), lambda x: x + torch.randint_like(x, 3)]
+)
+def test_random_operators_without_a_seeded_form_are_refused(forward) -> None:
+    class Random(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(6, 3)
+
+        def forward(self, x):
+            return forward(self.fc(x))
+
+    with pytest.raises(tilework.UserError, match="no seeded form"):
+        capture(step_of(Random()))
+
+
+def test_patches_of_images_with_channels_last(tmp_path) -> None:
+    class Patches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.fc = nn.Conv2d(3, 8, 4, stride=4), nn.Linear(8, 3)
+
+        def forward(self, x):
+            return self.fc(self.conv(x.permute(0, 3, 1, 2)).flatten(2).transpose(1, 2)).mean(1)
+
+    torch.manual_seed(0)
+    step = step_of(Patches(), inputs=(torch.randn(4, 8, 8, 3),))
+    tilework.compile(step, tmp_path / "m.pef", options=FAST)
+    assert check(tmp_path / "m.pef", step).ok
+
+
+def test_names_and_values_that_clash() -> None:
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, out, y):
+            return ((out - y) * self.weight).square().mean()
+
+    model = nn.Sequential(nn.Linear(6, 3))
+    model.loss = nn.Linear(3, 3)
+    with pytest.raises(tilework.UserError, match="rename the model's attribute"):
+        step_of(model, loss=Loss())
+    with pytest.raises(tilework.UserError, match="clip_norm"):
+        step_of(nn.Linear(6, 3), clip_norm=float("inf"))
+
+
+def test_plain_values_among_the_inputs(tmp_path) -> None:
+    class Flag(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(6, 3)
+
+        def forward(self, x, double):
+            return self.fc(x) * (2 if double else 1)
+
+    step = step_of(Flag(), inputs=(torch.randn(4, 6), True))
+    tilework.compile(step, tmp_path / "m.pef", options=REFERENCE)
+    session = tilework.load(tmp_path / "m.pef")
+    session.infer(step.inputs[0], True)
+    session.infer(step.inputs[0])
+    with pytest.raises(tilework.UserError, match="differs from what was compiled in"):
+        session.infer(step.inputs[0], False)
+
+
+def test_the_comparison_with_odd_numbers() -> None:
+    from tilework.check.compare import compare
+
+    inf, nan = float("inf"), float("nan")
+
+    def ok(found: list[float], expected: list[float]) -> bool:
+        return compare("output", {"x": torch.tensor(found)}, {"x": torch.tensor(expected)})[0].ok
+
+    assert ok([inf, 1.0], [inf, 1.0]) and ok([nan, 1.0], [nan, 1.0])
+    assert not ok([inf, 5.0], [inf, 1.0]) and not ok([nan, 1.0], [1.0, 1.0]) and not ok([1.0, 1.0], [nan, 1.0])
+    assert not compare("output", {"x": torch.ones(1)}, {"x": torch.ones(3)})[0].ok

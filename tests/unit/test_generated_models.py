@@ -106,13 +106,13 @@ def check(recipe: dict, device: str, path) -> None:
     session.close()
 
 
-@settings(max_examples=300 if FULL else 25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=not FULL)
+@settings(max_examples=150 if FULL else 25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=not FULL)
 @given(recipe=recipes())
 def test_on_reference(recipe: dict, tmp_path_factory) -> None:
     check(recipe, "reference", tmp_path_factory.mktemp("h") / "m.pef")
 
 
-@settings(max_examples=40 if FULL else 4, deadline=None, suppress_health_check=list(HealthCheck), derandomize=not FULL)
+@settings(max_examples=20 if FULL else 4, deadline=None, suppress_health_check=list(HealthCheck), derandomize=not FULL)
 @given(recipe=recipes())
 def test_on_cpu(recipe: dict, tmp_path_factory) -> None:
     check(recipe, "cpu", tmp_path_factory.mktemp("h") / "m.pef")

@@ -104,11 +104,10 @@ class Fingerprint(_Model):
 
 
 class Weights(_Model):
-    """Where the weights are: inside, in the file beside the artifact with this name and digest, or nowhere."""
+    """Where the initial weights are: inside, in the file of this name beside the artifact, or nowhere."""
 
     where: Literal["inside", "separate", "none"]
     file: str | None = Field(default=None, pattern=r"^[^/\\]+$")  # a plain name, never a path
-    sha256: str | None = None
 
 
 class Manifest(_Model):
@@ -155,12 +154,18 @@ class Manifest(_Model):
                 raise ValueError(f"program {name} takes a buffer twice")
             if not set(program.writes) <= set(program.buffers):
                 raise ValueError(f"program {name} writes buffers that it does not take")
-        for argument in self.inputs:
-            if f"input/{argument.name}" not in self.buffers:
-                raise ValueError(f"input {argument.name} has no buffer")
         for parameter in self.parameters:
             if f"param/{parameter.name}" not in self.buffers:
                 raise ValueError(f"parameter {parameter.name} has no buffer")
+        for prefix, arguments in (("input", self.inputs), ("output", self.outputs), ("infer", self.infer_outputs)):
+            for argument in arguments:
+                buffer = self.buffers.get(f"{prefix}/{argument.name}")
+                dense = TensorType.dense(argument.type.dtype, argument.type.shape)
+                if buffer is not None and not buffer.type() == argument.type.type() == dense:
+                    raise ValueError(f"{prefix} {argument.name} and its buffer have different types, or are not dense")
+                used = "infer" if prefix == "infer" else "fwd"
+                if buffer is None and any(used in p.sections for p in self.programs.values()):
+                    raise ValueError(f"{prefix} {argument.name} has no buffer")
         known = {p.name for p in self.parameters}
         for group in self.groups:
             if not set(group.params) <= known:

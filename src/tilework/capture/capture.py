@@ -192,7 +192,7 @@ class _Capture:
 
     def _replaced_buffers(self) -> list[tuple[str, Tensor]]:
         """Buffers that forward re-assigned (self.ema = ...) instead of changing in place, with their new values."""
-        now = {f"{prefix}{k}": b for prefix, root in self.step.modules for k, b in root.named_buffers()}
+        now = {f"{p}{k}": b for p, root in self.step.modules for k, b in root.named_buffers(remove_duplicate=False)}
         return [(k, now[k]) for k, b in self.probe.buffers.items() if k in now and now[k] is not b]
 
     def _joint(self, *, with_outgrads: bool) -> Graph:

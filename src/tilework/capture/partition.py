@@ -8,8 +8,8 @@ from ..artifact.graph import Graph, Node
 
 # Views and other free operators: cheaper to repeat in bwd than to keep their result.
 _FREE = {"t", "transpose", "permute", "view", "_unsafe_view", "reshape", "expand", "unsqueeze", "squeeze", "slice",
-         "select", "alias", "full", "ones_like", "zeros_like", "full_like", "scalar_tensor", "arange", "split",
-         "unbind", "as_strided", "getitem", "where_scalar"}  # fmt: skip
+         "select", "alias", "full", "ones_like", "zeros_like", "full_like", "scalar_tensor", "arange",
+         "as_strided"}  # fmt: skip
 
 
 def _is_free(node: Node) -> bool:

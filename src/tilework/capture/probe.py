@@ -59,8 +59,6 @@ _NO_RANDOM = (
     "it draws random numbers in a way that has no seeded form",
     "use torch.rand, randn, bernoulli or F.dropout",
 )
-_UNSEEDED = {aten.multinomial.default, aten.randperm.default, aten.poisson.default, aten.geometric_.default,
-             aten.cauchy_.default, aten.log_normal_.default, aten.random_.default}  # fmt: skip
 
 
 @dataclass
@@ -128,7 +126,7 @@ class _WatchOperators(TorchDispatchMode):
             func is aten.index.Tensor and any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
         ):
             self.findings.add("shape", *_SHAPE)
-        elif func in _UNSEEDED and func not in RANDOM_OPERATORS:
+        elif torch.Tag.nondeterministic_seeded in func.tags and func not in RANDOM_OPERATORS:
             self.findings.add("random", *_NO_RANDOM)
         elif func.namespace not in ("aten", "prims", "prim", "tilework"):
             self.findings.add(
@@ -364,7 +362,8 @@ def _leaves(step: Step, outputs: list[Tensor]) -> dict[str, Tensor]:
             if id(t) in found:
                 named[f"{prefix}{name}"] = found.pop(id(t))
     strays = [t for t in found.values() if isinstance(t, nn.Parameter) or _in_optimizer(step, t)]
-    for i, t in enumerate(sorted(strays, key=lambda t: (tuple(t.shape), id(t)))):
+    order = {id(p): i for i, p in enumerate(p for o in step.optimizers for group in o.param_groups for p in group["params"])}
+    for i, t in enumerate(sorted(strays, key=lambda t: order.get(id(t), -1))):
         named[f"unregistered{i}"] = t
     return named
 

@@ -136,11 +136,10 @@ def _named_outputs(session: Session, result: Any) -> dict[str, Tensor]:
 
 def _run_module(artifact: Artifact, step: Step, inputs: list[Tensor]) -> _Results:
     manifest = artifact.manifest
-    named = host_tensors(step.model, _loss_module(step))
+    named = _host(step)
     params = {k.removeprefix("param/"): t for k, t in named.items() if k.startswith("param/")}
-    buffers = {k.removeprefix("buffer/"): t for k, t in named.items() if k.startswith("buffer/")}
     if not any(s in p.sections for p in manifest.programs.values() for s in ("fwd", "bwd")):
-        return _run_inference(step, inputs, manifest.num_model_inputs, params, buffers)
+        return _run_inference(step, inputs, manifest.num_model_inputs, params)
     for optimizer in step.optimizers:
         optimizer.zero_grad(set_to_none=True)
     for p in params.values():
@@ -189,13 +188,16 @@ def _run_module(artifact: Artifact, step: Step, inputs: list[Tensor]) -> _Result
         gradients,
         {k: p.detach().clone() for k, p in params.items()},
         state,
-        {k: b.detach().clone() for k, b in buffers.items()},
+        # read again: forward may have put new tensors in their place
+        {k.removeprefix("buffer/"): b.detach().clone() for k, b in _host(step).items() if k.startswith("buffer/")},
     )
 
 
-def _run_inference(
-    step: Step, inputs: list[Tensor], count: int, params: dict[str, Tensor], buffers: dict[str, Tensor]
-) -> _Results:
+def _host(step: Step) -> dict[str, Tensor]:
+    return host_tensors(step.model, _loss_module(step))
+
+
+def _run_inference(step: Step, inputs: list[Tensor], count: int, params: dict[str, Tensor]) -> _Results:
     structure = flatten(step.inputs if isinstance(step.inputs, (tuple, list, dict)) else (step.inputs,))[1]
     training = step.model.training
     step.model.eval()
@@ -204,7 +206,7 @@ def _run_inference(
             leaves, shape = flatten(step.call_model(unflatten(structure, iter(inputs[:count]))))
     finally:
         step.model.train(training)
-    return _Results(dict(zip(names(shape, "output"), leaves, strict=True)), {}, dict(params), {}, dict(buffers))
+    return _Results(dict(zip(names(shape, "output"), leaves, strict=True)), {}, dict(params), {}, {})
 
 
 def _join(parts: list[Tensor], batch_dim: int | None) -> Tensor:
@@ -248,7 +250,8 @@ def _step_inputs(artifact: Artifact, step: Step) -> list[Tensor]:
 @contextmanager
 def _restored(step: Step) -> Iterator[None]:
     """The user's parameters, buffers, gradients and optimizer state, put back whatever happens."""
-    tensors = list(host_tensors(step.model, _loss_module(step)).values())
+    tensors = list(_host(step).values())
+    registered = [(m, dict(m._buffers)) for _, root in step.modules for m in root.modules()]
     tensors += [p for o in step.optimizers for g in o.param_groups for p in g["params"] if all(p is not t for t in tensors)]
     values = [t.detach().clone() for t in tensors]
     grads = [t.grad for t in tensors]
@@ -256,6 +259,9 @@ def _restored(step: Step) -> Iterator[None]:
     try:
         yield
     finally:
+        for module, own in registered:
+            module._buffers.clear()
+            module._buffers.update(own)
         with torch.no_grad():
             for t, value, grad in zip(tensors, values, grads, strict=True):
                 t.data.copy_(value)

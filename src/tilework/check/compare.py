@@ -28,8 +28,8 @@ class Row:
 
 def scale_of(tensors: Mapping[str, Tensor]) -> float:
     """The largest magnitude among tensors of one kind: rounding noise in any of them is a part of this."""
-    values = [float(t.detach().abs().max()) for t in tensors.values() if t.numel() and t.is_floating_point()]
-    return max((v for v in values if v == v), default=0.0)
+    values = [t.detach()[t.detach().isfinite()].abs() for t in tensors.values() if t.is_floating_point()]
+    return max((float(v.max()) for v in values if v.numel()), default=0.0)
 
 
 def compare(
@@ -53,6 +53,10 @@ def compare(
         if have is None:
             rows.append(Row(kind, name, float("inf"), 0.0, False, "missing in the artifact's results"))
             continue
+        if have.shape != want.shape:
+            note = f"shape {list(have.shape)} instead of {list(want.shape)}"
+            rows.append(Row(kind, name, float("inf"), 0.0, False, note))
+            continue
         if not want.is_floating_point():
             wrong = int((have != want).sum())
             rows.append(Row(kind, name, float(wrong), 0.0, wrong == 0, f"{wrong} elements differ" if wrong else ""))
@@ -61,7 +65,8 @@ def compare(
         if low_precision:
             tolerance = max(tolerance, BF16_COMPUTE)
         have, want = have.detach().double(), want.detach().double()
-        scale = max(float(want.abs().max()) if want.numel() else 0.0, _FLOOR * overall, 1e-30)
+        finite = want[want.isfinite()]
+        scale = max(float(finite.abs().max()) if finite.numel() else 0.0, _FLOOR * overall, 1e-30)
         difference = (have - want).abs()
         both_odd = (have == want) | (have.isnan() & want.isnan())  # equal infinities, and NaN on both sides
         difference = torch.where(both_odd, torch.zeros_like(difference), difference)

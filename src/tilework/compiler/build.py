@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import hashlib
 import platform
 import time
 from collections.abc import Callable
@@ -86,11 +85,7 @@ def compile_step(
         if beside is not None and data is not None:
             content = data
             write_whole(beside, lambda f: f.write(content))
-        where = Weights(
-            where=weights,
-            file=beside.name if beside else None,
-            sha256=hashlib.sha256(data).hexdigest() if beside and data else None,
-        )
+        where = Weights(where=weights, file=beside.name if beside else None)
         digest = write_artifact(
             path,
             make_manifest(path.stem, planned, built, where),

@@ -174,6 +174,9 @@ def slim(text: str, graph: Graph) -> str:
     body = body.replace("this->device_idx_", "0")
     body = re.sub(r"\baoti_torch_cpu_(mm|bmm|addmm)_out\(", r"tilework::\1_out(", body)
     expect("this->" not in body, "independent body")
+    kernels, checked = _careful(kernels)
+    for name in checked:
+        body = re.sub(rf"^( *{name}\(.*\);)$", r"\1\n    tilework::check();", body, flags=re.M)
     kernels = re.sub(r"num_threads\((\d+)\)", r"num_threads(std::min(\1, omp_get_max_threads()))", kernels)
     return f"""// Tilework program {graph.name}
 #include <cstdio>
@@ -198,6 +201,19 @@ extern "C" __attribute__((visibility("default"))) int tilework_run(
   }}
 }}
 """
+
+
+def _careful(kernels: str) -> tuple[str, list[str]]:
+    """Index checks inside parallel loops must not throw there, which would end the process. They note the failure and skip
+    the element; the body asks for it right after the kernel. Returns the kernels concerned."""
+    parts = re.split(r'(?=^extern "C")', kernels, flags=re.M)
+    checked = []
+    for i, part in enumerate(parts):
+        if "#pragma omp" in part and "AOTI_TORCH_CHECK" in part:
+            noted = r"if (!(\1)) { tilework::failure = \2; continue; }"
+            parts[i] = re.sub(r'AOTI_TORCH_CHECK\((.*), (".*?")\);$', noted, part, flags=re.M)
+            checked += re.findall(r'^extern "C"\s+void\s+(\w+)\(', part, re.M)
+    return "".join(parts), checked
 
 
 def _needs_dispatcher(body: str, graph: Graph) -> Exception:

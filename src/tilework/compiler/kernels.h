@@ -4,7 +4,9 @@
 // to resolve conjugation); these do not. Anything they cannot do (other dtypes, odd strides) they hand back to torch.
 #pragma once
 #include <algorithm>
+#include <atomic>
 #include <cstring>
+#include <stdexcept>
 #include <vector>
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -17,6 +19,13 @@ extern "C" void sgemm_(const char*, const char*, const int*, const int*, const i
 extern "C" __attribute__((weak)) int MKL_Set_Num_Threads_Local(int);
 
 namespace tilework {
+
+// What went wrong inside a parallel loop, which must not throw. Programs ask after each kernel that can fail.
+static std::atomic<const char*> failure{nullptr};
+
+static inline void check() {
+  if (const char* what = failure.exchange(nullptr)) throw std::runtime_error(what);
+}
 
 // Below this many multiplications a product runs on the calling thread alone: waking others costs more than it brings, and
 // very much more where they have to wait for a core.

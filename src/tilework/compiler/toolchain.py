@@ -72,7 +72,7 @@ def needed_features(options: Options) -> list[str]:
 
 @functools.cache
 def compiler() -> str:
-    """Path of g++. $CXX is honoured where it names something that exists."""
+    """Path of g++. TILEWORK_CXX names another one; $CXX is only used where there is no g++."""
     for name in (os.environ.get("TILEWORK_CXX"), "/usr/bin/g++", "g++", os.environ.get("CXX"), "c++"):
         path = shutil.which(name) if name else None
         if path:

@@ -106,6 +106,8 @@ def _is_small(x: Any, weight: Any, out: TensorType | None, rest: Sequence[Any], 
         return False
     if {image.dtype, kernel.dtype, out.dtype} != {"float32"} or not all(len(r) == 2 for r in rest[:3]):
         return False
+    if any(kind != _dense(kind) for kind in (image, kernel, out)):
+        return False  # channels last, say: what follows may rely on that layout
     flops = 2 * out.numel * math.prod(kernel.shape[1:]) // max(image.shape[0], 1)
     return 0 < image.shape[0] <= SMALL_BATCH and flops <= SMALL_FLOPS
 

@@ -29,6 +29,16 @@ def _reorder(value: Any, structure: Structure) -> Any:
     return value
 
 
+def _constants(structure: Structure) -> list[Any]:
+    """The plain values among nested inputs, in order."""
+    kind, *rest = structure
+    if kind == "value":
+        return [rest[0]]
+    if kind == "leaf":
+        return []
+    return [v for item in (rest[0].values() if kind == "dict" else rest) for v in _constants(item)]
+
+
 def _check_names(value: dict[str, Any], structure: Structure) -> None:
     """UserError that lists every wrong, missing and superfluous key where inputs are given as a dict."""
     kind, *rest = structure
@@ -52,7 +62,11 @@ def flat_inputs(args: tuple[Any, ...], expected: list[Argument], structure: Stru
         args = (_reorder(args[0], structure[1]), _reorder(args[1], structure[2]))
     elif args:
         args = tuple(_reorder(a, s) for a, s in zip(args, structure[1][1:], strict=False)) + args[len(structure[1]) - 1 :]
-    leaves, _ = flatten(args, _is_leaf)
+    leaves, given = flatten(args, _is_leaf)
+    fixed, values = _constants(["tuple", *structure[1:]]), _constants(given)
+    if len(values) == len(fixed) and values != fixed:
+        raise UserError("input-mismatch", "a number, string or None among the inputs differs from what was compiled in",
+                        found=str(values), expected=str(fixed), fix="compile again with the other value")  # fmt: skip
     if len(leaves) != len(expected):
         wanted = ", ".join(f"{a.name} {a.type.dtype}{a.type.shape}" for a in expected)
         raise UserError(
@@ -69,13 +83,25 @@ class InputPlan:
     def __init__(self, expected: list[Argument], structure: Structure, count: int, batch_dim: int | None) -> None:
         self.expected, self.structure, self.count, self.batch_dim = expected, structure, count, batch_dim
         self.types = [(DTYPES[a.type.dtype], torch.Size(_whole_shape(tuple(a.type.shape), count, batch_dim))) for a in expected]
-        self.in_order = count == 1 or batch_dim == 0  # slices follow each other in the caller's own memory
+        # An input without a batch is the same for every micro-batch of a call.
+        self.shared = [
+            count > 1 and shape == torch.Size(a.type.shape) for a, (_, shape) in zip(expected, self.types, strict=True)
+        ]
+        # Slices follow each other in the caller's own memory: it can be used as it is.
+        self.in_order = count == 1 or (batch_dim == 0 and not any(self.shared))
 
     def take(self, args: tuple[Any, ...]) -> Sequence[Tensor]:
         """Tensors of the right type that lie dense in memory are taken as they are; anything else goes the long way."""
         if self.in_order and len(args) == len(self.types):
             for value, (dtype, shape) in zip(args, self.types, strict=True):
-                if not (isinstance(value, Tensor) and value.dtype is dtype and value.shape == shape and value.is_contiguous()):
+                if not (
+                    isinstance(value, Tensor)
+                    and value.dtype is dtype
+                    and value.shape == shape
+                    and value.is_contiguous()
+                    and value.device.type == "cpu"
+                    and not value.is_neg()
+                ):
                     break
             else:
                 return args
@@ -85,20 +111,21 @@ class InputPlan:
         """Lists every wrong shape and dtype; makes what is right dense, one slice a micro-batch."""
         problems, found = [], []
         count, batch_dim = self.count, self.batch_dim
-        for value, argument, (dtype, whole) in zip(leaves, self.expected, self.types, strict=True):
-            shape = tuple(argument.type.shape)
+        for value, argument, (dtype, whole), shared in zip(leaves, self.expected, self.types, self.shared, strict=True):
+            if value.device.type != "cpu" or value.layout != torch.strided:
+                problems.append(f"{argument.name}: is on {value.device} ({value.layout}), expected a dense tensor on the cpu")
+                continue
             if value.dtype != dtype:
                 problems.append(f"{argument.name}: dtype is {dtype_name(value.dtype)}, expected {argument.type.dtype}")
-            value = value.detach()
-            if value.shape == whole:
-                if self.in_order:
-                    found.append(value.contiguous())
-                else:
-                    found.append(torch.stack(value.chunk(count, dim=batch_dim or 0)).contiguous())
-            elif tuple(value.shape) == shape and (not shape or batch_dim is None):  # the same for every micro-batch
-                found.append(value.expand(count, *shape).contiguous())
-            else:
+            value = value.detach().resolve_neg().resolve_conj()
+            if value.shape != whole:
                 problems.append(f"{argument.name}: shape is {list(value.shape)}, expected {list(whole)}")
+            elif shared:
+                found.append(value.expand(count, *whole).contiguous())
+            elif count == 1 or batch_dim == 0:
+                found.append(value.contiguous())
+            else:
+                found.append(torch.stack(value.chunk(count, dim=batch_dim or 0)).contiguous())
         if problems:
             more = f" ({count} micro-batches in this call)" if count > 1 else ""
             raise UserError("input-mismatch", f"the inputs do not fit the artifact{more}:\n    " + "\n    ".join(problems),

@@ -262,7 +262,7 @@ class Session:
         assert program is not None
         result = self._run_micro(program, inputs, num_steps)
         self._ran_forward = False
-        self._kept_gradients = any(b.startswith("grad/") for b in self.manifest.programs[program].writes)
+        self._kept_gradients = {b for b in self.buffers if b.startswith("grad/")} <= set(self.manifest.programs[program].writes)
         self.num_steps += num_steps
         return result
 
@@ -315,6 +315,7 @@ class Session:
         if not self._kept_gradients:
             raise UserError("run-order", "opt needs gradients, and no bwd has made any", fix="run bwd before opt")
         self._section("opt")
+        self._ran_forward = False  # what fwd kept belongs to the weights from before
         self.num_steps += 1
 
     def _section(self, program: str) -> None:
@@ -380,7 +381,7 @@ class Session:
         sync.to_device(tensors, self.buffers)
         if optimizer is not None:
             sync.optimizers_to_device(self.manifest, _several(optimizer), _names(tensors), self.buffers)
-        self._has_weights = True
+        self._has_weights, self._ran_forward = True, False
 
     def to_host(
         self,
@@ -424,7 +425,7 @@ class Session:
         prefixed = {k if k.startswith(_WEIGHTS) else self._prefixed(k): t for k, t in tensors.items()}
         sync.check_types(prefixed, self.buffers, "weights file")
         sync.to_device(prefixed, self.buffers)
-        self._has_weights = True
+        self._has_weights, self._ran_forward = True, False
 
     def _prefixed(self, name: str) -> str:
         return next((f"{kind}/{name}" for kind in ("param", "buffer") if f"{kind}/{name}" in self.buffers), f"param/{name}")

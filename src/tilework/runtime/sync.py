@@ -23,6 +23,7 @@ def host_tensors(model: Modules, loss: nn.Module | None = None) -> dict[str, Ten
         found |= {f"buffer/{k}": b for k, b in model.named_buffers()}
         if loss is not None:
             found |= {f"param/loss.{k}": p for k, p in loss.named_parameters()}
+            found |= {f"param/loss.{k}": p for k, p in hidden_parameters(loss).items()}
             found |= {f"buffer/loss.{k}": b for k, b in loss.named_buffers()}
         return found
     return {k if "/" in k else f"param/{k}": t for k, t in model.items()}

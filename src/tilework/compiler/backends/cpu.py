@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import platform
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from ... import operators, random
 from ...errors import MachineError
 from ...plan.plan import Plan
-from .. import codegen_cpu, toolchain
+from .. import codegen_cpu, lowerings, toolchain
 from ..cache import Cache, Found
 from . import Built, Report
 
-CODE_VERSION = "1"  # raise it when the generated code or the driver changes for the same graph
 DRIVER = Path(__file__).parent.parent / "driver.cpp"
+
+
+@functools.cache
+def _own_code() -> str:
+    """SHA-256 of all of our own code that decides what native code comes out for a graph."""
+    files: list[Any] = [
+        codegen_cpu.__file__,
+        lowerings.__file__,
+        toolchain.__file__,
+        random.__file__,
+        operators.__file__,
+        codegen_cpu.KERNELS,
+    ]
+    return hashlib.sha256(b"".join(Path(f).read_bytes() for f in files)).hexdigest()
 
 
 class CpuBackend:
@@ -33,9 +49,8 @@ class CpuBackend:
             "compiler": toolchain.compiler_version(),
             "flags": " ".join(toolchain.flags(options)),
             "features": " ".join(toolchain.needed_features(options)),
-            "code_version": CODE_VERSION,
             "codegen": json.dumps(codegen_cpu.settings(options), sort_keys=True),
-            "kernels": hashlib.sha256(codegen_cpu.KERNELS.read_bytes()).hexdigest(),
+            "tilework": _own_code(),
         }
         header: Path | None = None
 
@@ -53,6 +68,7 @@ class CpuBackend:
             hit = cache._read(cache.key(parts))
             if hit is not None:
                 found[program] = Found(hit, True, "")
+                cache._remember(f"{name}.{program}", parts)
             else:
                 waiting[program] = (parts, "")
         with ThreadPoolExecutor(max_workers=2) as pool:

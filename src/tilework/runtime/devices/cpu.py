@@ -167,8 +167,9 @@ class _Bound:
             raise NotANumber(self.native.steps_done)
         text = self.error.value.decode("utf-8", "replace")
         if "out of bounds" in text:
-            raise UserError("input-values", "an index in the inputs is out of range", found=text.splitlines()[0][:200],
-                            fix="look at class labels and token numbers: they must be below the number of classes")  # fmt: skip
+            raise UserError("input-values", "an index in the inputs is out of range", found=text[:100].split("\n")[0],
+                            fix="correct the class labels or token numbers; load the weights again, "
+                            "because this step may be half done")  # fmt: skip
         raise MachineError("native-run", f"a program failed: {text}",
                            fix="if memory is short, use a smaller batch; otherwise report this")  # fmt: skip
 

@@ -15,8 +15,10 @@ from ...errors import UserError
 from ...random import next_seed
 from . import Call, NotANumber
 
-# Operators that reach outside the graph: files, other processes, Python. A graph from outside must not name them.
-_REFUSED = ("from_file", "save", "_local_scalar_dense", "set_", "resize_", "pin_memory", "_pin_memory", "record_stream")
+# Operators that reach outside the graph: files, other processes, Python, memory beyond a tensor's own. A graph from
+# outside must not name them.
+_REFUSED = ("_reshape_alias", "from_file", "save", "_local_scalar_dense", "set_", "resize_", "pin_memory", "_pin_memory",
+            "record_stream")  # fmt: skip
 
 
 def operator_named(name: str) -> Any:
