@@ -6,8 +6,11 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
+import threading
 import traceback
+import types
 from typing import Annotated
 
 import typer
@@ -48,15 +51,35 @@ def _register() -> None:
 def main(argv: list[str] | None = None) -> None:
     """The entry point. Every way out has its exit code, and no traceback unless it is our bug."""
     argv = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    interrupts = _count_interrupts()
     try:
-        code = _run(argv)
+        code = _run(argv, interrupts)
     except (KeyboardInterrupt, typer.Abort):  # wherever it struck, also while another way out was being taken
+        code = 130
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the work is over: nothing is left to interrupt
+    if code == 130 or (interrupts and code != 0):
+        # Torch's imports swallow interrupts and fail later with an error of their own; the user only pressed Ctrl-C.
         print("tilework: stopped", file=sys.stderr)
         code = 130
+        exec("")  # CPython kills itself by SIGINT at exit if one ever struck inside exec(str), unless a later exec went well
     sys.exit(code)
 
 
-def _run(argv: list[str]) -> int:
+def _count_interrupts() -> list[int]:
+    """Interrupts raise KeyboardInterrupt as ever, and are also noted here, because libraries may swallow the exception."""
+    noted: list[int] = []
+
+    def note(number: int, frame: types.FrameType | None) -> None:
+        noted.append(number)
+        signal.default_int_handler(number, frame)
+
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, note)
+    return noted
+
+
+def _run(argv: list[str], interrupts: list[int]) -> int:
     try:
         _register()
         code = app(args=argv, prog_name="tilework", standalone_mode=False)
@@ -74,6 +97,8 @@ def _run(argv: list[str]) -> int:
     except BrokenPipeError:
         return 0
     except Exception as e:
+        if interrupts:
+            return 130
         traceback.print_exc()
         print(
             f"tilework: this is a bug in Tilework: {type(e).__name__}: {e}\n  please report it with the text above",
