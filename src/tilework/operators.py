@@ -1,5 +1,5 @@
 """Our own operators: what a graph may hold beyond PyTorch's. Each has an eager form here, which is its definition;
-the cpu backend has native code for it (compiler/kernels.h)."""
+the cpu backend has native code for it (compiler/kernels/)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,70 @@ from torch import Tensor
 
 aten = torch.ops.aten
 
-# Convolutions that are too small for a library call to pay: see plan/passes.py for when they are used.
+# Matrix products of float32, whose code the cpu backend chooses by shape: loops, our own kernels, or BLAS.
+
+
+@torch.library.custom_op("tilework::product", mutates_args=())
+def product(a: Tensor, b: Tensor) -> Tensor:
+    return torch.mm(a, b)
+
+
+@product.register_fake
+def _(a: Tensor, b: Tensor) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[1]))
+
+
+@torch.library.custom_op("tilework::batch_product", mutates_args=())
+def batch_product(a: Tensor, b: Tensor) -> Tensor:
+    return torch.bmm(a, b)
+
+
+@batch_product.register_fake
+def _(a: Tensor, b: Tensor) -> Tensor:
+    return a.new_empty((a.shape[0], a.shape[1], b.shape[2]))
+
+
+# Maximum pooling with windows that do not overlap. x [n, c, h, w]; kernel, stride and padding are pairs.
+
+
+def pool_shape(x: Sequence[int], kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int]) -> list[int]:
+    return [*x[:2], *((x[2 + i] + 2 * padding[i] - kernel[i]) // stride[i] + 1 for i in range(2))]
+
+
+@torch.library.custom_op("tilework::max_pool", mutates_args=())
+def max_pool(x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int]) -> Tensor:
+    return aten.max_pool2d_with_indices(x, kernel, stride, padding)[0].contiguous()
+
+
+@max_pool.register_fake
+def _(x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int]) -> Tensor:
+    return x.new_empty(pool_shape(x.shape, kernel, stride, padding))
+
+
+@torch.library.custom_op("tilework::max_pool_grad", mutates_args=())
+def max_pool_grad(
+    grad: Tensor, x: Tensor, pooled: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int]
+) -> Tensor:
+    where = aten.max_pool2d_with_indices(x, kernel, stride, padding)[1]
+    return aten.max_pool2d_with_indices_backward(grad, x, kernel, stride, padding, [1, 1], False, where).contiguous()
+
+
+@max_pool_grad.register_fake
+def _(
+    grad: Tensor, x: Tensor, pooled: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int]
+) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+# Convolutions that are too small for a library call to pay: see plan/convolutions.py for when they are used.
 # x [n, c, h, w], weight [o, c / groups, kh, kw]; stride, padding and dilation are pairs.
+
+
+def conv_shape(
+    x: Sequence[int], weight: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
+) -> list[int]:
+    sides = ((x[2 + i] + 2 * padding[i] - dilation[i] * (weight[2 + i] - 1) - 1) // stride[i] + 1 for i in range(2))
+    return [x[0], weight[0], *sides]
 
 
 @torch.library.custom_op("tilework::small_conv", mutates_args=())
@@ -23,8 +85,7 @@ def small_conv(
 
 @small_conv.register_fake
 def _(x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int) -> Tensor:
-    like = aten.convolution(x, weight, None, stride, padding, dilation, False, [0, 0], groups)
-    return x.new_empty(like.shape)
+    return x.new_empty(conv_shape(x.shape, weight.shape, stride, padding, dilation))
 
 
 @torch.library.custom_op("tilework::small_conv_input_grad", mutates_args=())

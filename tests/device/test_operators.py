@@ -12,7 +12,7 @@ import tilework
 from models import MODELS
 from tilework.artifact.structure import flatten
 from tilework.capture.capture import capture
-from tilework.plan.passes import SMALL_BATCH
+from tilework.plan.convolutions import SMALL_BATCH
 from tilework.plan.plan import plan
 
 SHAPES = [

@@ -24,9 +24,9 @@ from ..artifact.graph import DTYPES, Graph, Ref
 from ..errors import BugError, Place, UserError
 from ..plan.options import Options
 from . import lowerings
+from .memory import plan_temporaries
 
 aten = torch.ops.aten
-KERNELS = Path(__file__).parent / "kernels.h"
 SIMD_BITS = {"x86-64-v3": 256, "x86-64-v4": 512, "baseline": 0}
 
 
@@ -105,11 +105,10 @@ def generate(graph: Graph, options: Options, scratch: Path) -> str:
             for b in graph.buffers
         ]
     lowerings.register()
-    chosen = settings(options) | {"aot_inductor.custom_ops_to_c_shims": lowerings.native_operators()}
     with torch.no_grad(), warnings.catch_warnings(), _inductor_cache(scratch):
         warnings.simplefilter("ignore")
         try:
-            files: Any = torch._inductor.aot_compile(to_fx(graph), tuple(inputs), options=chosen)
+            files: Any = torch._inductor.aot_compile(to_fx(graph), tuple(inputs), options=settings(options))
         except Exception as e:
             raise _unsupported(graph, e) from e
     wrapper = next(f for f in files if str(f).endswith(".cpp"))
@@ -168,28 +167,28 @@ def slim(text: str, graph: Graph) -> str:
     names = {int(i): name for name, i in _INPUT.findall(body)}
     expect(sorted(names) == list(range(len(graph.buffers))), "list of inputs")
     body = _OMIT.sub("", body)
-    body = _INPUT.sub(r"    ConstantHandle \1(buffers[\2]);", body)
+    body = _INPUT.sub(r"    const tilework::Borrowed& \1 = workspace.borrowed[\2];", body)
     for name in names.values():
         body = re.sub(rf"^ *{name}\.reset\(\);$\n", "", body, flags=re.M)
     body = body.replace("this->device_idx_", "0")
-    body = re.sub(r"\baoti_torch_cpu_(mm|bmm|addmm)_out\(", r"tilework::\1_out(", body)
     expect("this->" not in body, "independent body")
     kernels, checked = _careful(kernels)
     for name in checked:
         body = re.sub(rf"^( *{name}\(.*\);)$", r"\1\n    tilework::check();", body, flags=re.M)
+    body, num_temporaries, bytes_needed = plan_temporaries(body, declarations)
     kernels = re.sub(r"num_threads\((\d+)\)", r"num_threads(std::min(\1, omp_get_max_threads()))", kernels)
     return f"""// Tilework program {graph.name}
-#include <cstdio>
-#include <torch/csrc/inductor/aoti_include/cpu.h>
-{KERNELS.read_text()}
 {kernels}
 {declarations}
+static tilework::Workspace<{len(graph.buffers)}, {num_temporaries}> workspace;
 namespace torch::aot_inductor {{
 static void run(AtenTensorHandle* buffers) {{
+    workspace.prepare(buffers, {bytes_needed});
 {body}
 }}
 }}  // namespace torch::aot_inductor
 extern "C" __attribute__((visibility("default"))) const char tilework_abi[] = "{graph.abi()}";
+extern "C" __attribute__((visibility("default"))) void tilework_release() {{ workspace.release(); }}
 extern "C" __attribute__((visibility("default"))) int tilework_run(
     AtenTensorHandle* buffers, char* error, size_t size) {{
   try {{

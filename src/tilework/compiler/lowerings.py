@@ -1,4 +1,7 @@
-"""Teaches Inductor our own operators, so that they become part of its loops."""
+"""Teaches Inductor our own operators: some become part of its loops, others calls of our kernels (compiler/kernels/).
+
+A call passes plain pointers, sizes and strides, all known when the code is written: no tensor objects are made, nothing is
+dispatched, and the result lies in memory that the program has already."""
 
 from __future__ import annotations
 
@@ -8,27 +11,8 @@ from typing import Any
 
 import torch
 
-from .. import operators  # noqa: F401  (defines torch.ops.tilework.small_conv and its gradients)
+from .. import operators  # noqa: F401  (defines the operators of torch.ops.tilework)
 from ..random import mix_bits
-
-_PAIRS = "const int64_t* stride, int64_t, const int64_t* padding, int64_t, const int64_t* dilation, int64_t, int64_t groups"
-_TENSORS = "AtenTensorHandle a, AtenTensorHandle b"
-
-
-def native_operators() -> dict[Any, list[str]]:
-    """Operators that the generated code calls by a plain C name; kernels.h has them."""
-    ops = torch.ops.tilework
-    shape = "const int64_t* shape, int64_t"
-    return {
-        ops.small_conv.default: [f"AOTITorchError aoti_torch_cpu_small_conv({_TENSORS}, {_PAIRS}, AtenTensorHandle* ret)"],
-        ops.small_conv_input_grad.default: [
-            f"AOTITorchError aoti_torch_cpu_small_conv_input_grad({_TENSORS}, {shape}, {_PAIRS}, AtenTensorHandle* ret)"
-        ],
-        ops.small_conv_weight_grad.default: [
-            f"AOTITorchError aoti_torch_cpu_small_conv_weight_grad({_TENSORS}, {shape}, {_PAIRS}, AtenTensorHandle* ret)"
-        ],
-    }
-
 
 class _Value:
     """A value inside a generated loop, with Python's integer operators: lets mix_bits write the loop's code."""
@@ -66,11 +50,56 @@ class _Value:
 @functools.cache
 def register() -> None:
     """Once a process. Inductor is imported here, on the compile side only."""
-    from torch._inductor.ir import Pointwise
+    from torch._inductor import ir
+    from torch._inductor.ir import ExternKernel, FixedLayout, Pointwise, TensorBox, as_storage_and_layout
     from torch._inductor.lowering import register_lowering
     from torch._inductor.virtualized import ops
 
-    @register_lowering(torch.ops.tilework.random_bits.default, type_promotion_kind=None)
+    class NativeCall(ir.ExternKernelOut):
+        """out = function(inputs, constants), written as one line of C++ over pointers."""
+
+        def __init__(self, function: str, shape: Sequence[int], like: Any, inputs: Sequence[Any], constants: str) -> None:
+            layout = FixedLayout(like.get_device(), like.get_dtype(), [int(s) for s in shape])
+            super().__init__(layout, list(inputs), python_kernel_name=f"tilework.{function}")
+            self.function, self.constants = function, constants
+
+        def codegen(self, wrapper: Any) -> None:
+            pointers = [f"tilework::pointer({self.get_name()})", *map(_pointer, self.inputs)]
+            wrapper.writeline(f"tilework::{self.function}({', '.join([*pointers, self.constants])});")
+
+    def _pointer(x: Any) -> str:
+        storage, layout = as_storage_and_layout(x)
+        name = storage.get_name()
+        return f"tilework::pointer({name})" + (f" + {int(layout.offset)}" if layout.offset else "")
+
+    def call(function: str, shape: Sequence[int], inputs: Sequence[Any], *constants: Any) -> Any:
+        text = ", ".join(str(c).lower() if isinstance(c, bool) else str(int(c)) for c in constants)
+        if function in _TAKE_CONV:
+            text = f"{{{text}}}"
+        return TensorBox.create(NativeCall(function, shape, inputs[0], inputs, text))
+
+    def dense(x: Any) -> Any:
+        return ExternKernel.require_contiguous(ExternKernel.realize_input(x))
+
+    def matrix(x: Any) -> tuple[Any, list[int], bool]:
+        """A matrix (or several) that BLAS can take: the node, (step between matrices, leading dimension), transposed."""
+        x = ExternKernel.realize_input(x)
+        _, layout = as_storage_and_layout(x)
+        *_, rows, columns = (int(s) for s in layout.size)
+        *step, row, column = (int(s) for s in layout.stride)
+        if (column == 1 or columns == 1) and (row >= max(columns, 1) or rows == 1):
+            return x, [*step, max(row, columns)], False
+        if (row == 1 or rows == 1) and (column >= max(rows, 1) or columns == 1):
+            return x, [*step, max(column, rows)], True
+        x = ExternKernel.require_contiguous(ExternKernel.copy_input(x))
+        return x, [*([rows * columns] * len(step)), columns], False
+
+    def sizes(x: Any) -> list[int]:
+        return [int(s) for s in x.get_size()]
+
+    tilework = torch.ops.tilework
+
+    @register_lowering(tilework.random_bits.default, type_promotion_kind=None)
     def random_bits(shape: Sequence[int], seed: Any, site: int) -> Any:
         load = seed.make_loader()
         shape = [int(s) for s in shape]
@@ -84,3 +113,64 @@ def register() -> None:
             return mixed.value
 
         return Pointwise.create(device=seed.get_device(), dtype=torch.int64, inner_fn=inner, ranges=shape)
+
+    @register_lowering(tilework.product.default, type_promotion_kind=None)
+    def product(a: Any, b: Any) -> Any:
+        (m, k), (_, n) = sizes(a), sizes(b)
+        if k == 1:  # an outer product: part of whatever loop uses it. Its operands are computed once, before.
+            a.realize()
+            b.realize()
+            load_a, load_b = a.make_loader(), b.make_loader()
+            return Pointwise.create(
+                device=a.get_device(), dtype=a.get_dtype(), ranges=[m, n],
+                inner_fn=lambda index: ops.mul(load_a([index[0], 0]), load_b([0, index[1]])),
+            )  # fmt: skip
+        (x, a_at, a_turned), (y, b_at, b_turned) = matrix(a), matrix(b)
+        if m == 1 and (k == 1 or not a_turned or a_at[-1] == 1):
+            return call("vector_product", [m, n], [x, y], k, n, b_at[-1], b_turned)
+        if n == 1 and (k == 1 or b_turned or b_at[-1] == 1):  # the same, turned round
+            return call("vector_product", [m, n], [y, x], k, m, a_at[-1], not a_turned)
+        return call("product", [m, n], [x, y], m, k, n, *a_at, a_turned, *b_at, b_turned)
+
+    @register_lowering(tilework.batch_product.default, type_promotion_kind=None)
+    def batch_product(a: Any, b: Any) -> Any:
+        (count, m, k), (_, _, n) = sizes(a), sizes(b)
+        (x, a_at, a_turned), (y, b_at, b_turned) = matrix(a), matrix(b)
+        return call("batch_product", [count, m, n], [x, y], count, m, k, n, *a_at, a_turned, *b_at, b_turned)
+
+    def conv(x: list[int], w: list[int], out: list[int], rest: Sequence[Any]) -> list[int]:
+        """The fields of kernels/convolutions.h's struct Conv."""
+        (stride, padding, dilation, groups) = rest
+        return [*x, w[0], w[2], w[3], out[2], out[3], groups, *stride, *padding, *dilation]
+
+    @register_lowering(tilework.small_conv.default, type_promotion_kind=None)
+    def small_conv(x: Any, weight: Any, *rest: Any) -> Any:
+        shape = operators.conv_shape(sizes(x), sizes(weight), *rest[:3])
+        return call("small_conv", shape, [dense(x), dense(weight)], *conv(sizes(x), sizes(weight), shape, rest))
+
+    @register_lowering(tilework.small_conv_input_grad.default, type_promotion_kind=None)
+    def small_conv_input_grad(grad: Any, weight: Any, shape: Sequence[int], *rest: Any) -> Any:
+        constants = conv(list(shape), sizes(weight), sizes(grad), rest)
+        return call("small_conv_input_grad", shape, [dense(grad), dense(weight)], *constants)
+
+    @register_lowering(tilework.small_conv_weight_grad.default, type_promotion_kind=None)
+    def small_conv_weight_grad(grad: Any, x: Any, shape: Sequence[int], *rest: Any) -> Any:
+        constants = conv(sizes(x), list(shape), sizes(grad), rest)
+        return call("small_conv_weight_grad", shape, [dense(grad), dense(x)], *constants)
+
+    def pool(x: list[int], out: list[int], rest: Sequence[Any]) -> list[int]:
+        (kernel, stride, padding) = rest
+        return [x[0] * x[1], x[2], x[3], out[2], out[3], *kernel, *stride, *padding]
+
+    @register_lowering(tilework.max_pool.default, type_promotion_kind=None)
+    def max_pool(x: Any, *rest: Any) -> Any:
+        shape = operators.pool_shape(sizes(x), *rest)
+        return call("max_pool", shape, [dense(x)], *pool(sizes(x), shape, rest))
+
+    @register_lowering(tilework.max_pool_grad.default, type_promotion_kind=None)
+    def max_pool_grad(grad: Any, x: Any, pooled: Any, *rest: Any) -> Any:
+        constants = pool(sizes(x), sizes(pooled), rest)
+        return call("max_pool_grad", sizes(x), [dense(grad), dense(x), dense(pooled)], *constants)
+
+
+_TAKE_CONV = ("small_conv", "small_conv_input_grad", "small_conv_weight_grad")

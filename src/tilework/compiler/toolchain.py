@@ -117,18 +117,34 @@ def run(command: Sequence[str], what: str) -> None:
     raise BugError("compile-native", f"{what}: the generated code was refused by the compiler", found=first[:500])
 
 
-HEADER = "#include <cstdio>\n#include <torch/csrc/inductor/aoti_include/cpu.h>\n#include <torch/csrc/inductor/cpp_prefix.h>\n"
+KERNELS = Path(__file__).parent / "kernels"
+
+
+@functools.cache
+def header_text() -> str:
+    """What every program includes: torch's C interface and our kernels, in one piece."""
+    ours = [re.sub(r'^#(pragma once|include ").*\n', "", (KERNELS / f"{name}.h").read_text(), flags=re.M)
+            for name in ("vectors", "workspace", "products", "convolutions", "pooling")]  # fmt: skip
+    return "\n".join(
+        [
+            "#pragma once",
+            "#include <cstdio>",
+            "#include <torch/csrc/inductor/aoti_include/cpu.h>",
+            "#include <torch/csrc/inductor/cpp_prefix.h>",
+            *ours,
+        ]
+    )
 
 
 def precompiled_header(options: Options, folder: Path) -> Path:
     """The header that every program includes, compiled once a set of flags (about 6 s and 150 MB). Returns its path."""
-    key = hashlib.sha256("\n".join([*flags(options), compiler_version(), torch.__version__, HEADER]).encode()).hexdigest()
+    key = hashlib.sha256("\n".join([*flags(options), compiler_version(), torch.__version__, header_text()]).encode()).hexdigest()
     header = folder / f"tilework-{key[:16]}.h"
     compiled = header.with_suffix(".h.gch")
     if not compiled.exists():
         folder.mkdir(parents=True, exist_ok=True)
         part = folder / f".{os.getpid()}-{header.name}"
-        part.write_text(HEADER)
+        part.write_text(header_text())
         out = folder / f".{os.getpid()}-{compiled.name}"
         try:
             run([compiler(), *flags(options), "-x", "c++-header", str(part), "-o", str(out)], "precompiled header")

@@ -10,9 +10,12 @@ from dataclasses import dataclass
 from ..artifact.graph import Graph, TensorType
 from ..capture.capture import StepGraph
 from ..errors import BugError, UserError
+from .convolutions import small_convolutions
 from .cost import Cost, cost_of
+from .join import accumulate, join
 from .options import Options
-from .passes import accumulate, join, small_convolutions
+from .pooling import pooling
+from .products import products
 
 
 @dataclass(frozen=True)
@@ -84,8 +87,10 @@ def plan(step: StepGraph, options: Options) -> Plan:
             found="no loss: forward returns no scalar, and no loss function was given",
             expected="loss=... (a function, or the position of the loss among forward's outputs)",
         )
-    if options.device == "cpu" and "small_convolutions" not in options.disable:
-        programs = {name: small_convolutions(graph) for name, graph in programs.items()}
+    if options.device == "cpu":
+        for name, change in {"small_convolutions": small_convolutions, "pooling": pooling, "products": products}.items():
+            if name not in options.disable:
+                programs = {program: change(graph) for program, graph in programs.items()}
     buffers: dict[str, TensorType] = {}
     for graph in programs.values():
         for buffer, kind in graph.types.items():

@@ -16,7 +16,7 @@ import torch
 from ... import operators, random
 from ...errors import MachineError
 from ...plan.plan import Plan
-from .. import codegen_cpu, lowerings, toolchain
+from .. import codegen_cpu, lowerings, memory, toolchain
 from ..cache import Cache, Found
 from . import Built, Report
 
@@ -32,7 +32,8 @@ def _own_code() -> str:
         toolchain.__file__,
         random.__file__,
         operators.__file__,
-        codegen_cpu.KERNELS,
+        memory.__file__,
+        *sorted(toolchain.KERNELS.glob("*.h")),
     ]
     return hashlib.sha256(b"".join(Path(f).read_bytes() for f in files)).hexdigest()
 

@@ -79,6 +79,7 @@ class Device:
         self.error = ctypes.create_string_buffer(_ERROR_SIZE)
         self.random = _Random(0, 0, buffers["rng/seed"].data_ptr() if "rng/seed" in buffers else None)
         self.programs: dict[str, _Program] = {}
+        self.libraries: list[ctypes.CDLL] = []
         self._keep: list[object] = []
         for name, program in artifact.manifest.programs.items():
             library = _open(name, artifact.native[str(program.code)])
@@ -87,7 +88,8 @@ class Device:
                 raise BugError("native-abi", f"{artifact.path}: the native code of {name} was made for other buffers")
             handles = (c_void_p * len(program.buffers))(*[self._handle(b) for b in program.buffers])
             self.programs[name] = _Program(ctypes.cast(library.tilework_run, c_void_p), handles)
-            self._keep += [library, handles]
+            self.libraries.append(library)
+            self._keep.append(handles)
 
     def _handle(self, name: str) -> c_void_p:
         """A native tensor over the session's memory, made once."""
@@ -110,6 +112,8 @@ class Device:
         return _Bound(self, call)
 
     def close(self) -> None:
+        for library in self.libraries:
+            library.tilework_release()
         for handle in self.handles.values():
             self.driver.tilework_free(handle)
         self.handles.clear()

@@ -1,0 +1,272 @@
+// Convolutions that are too small for a library call to pay.
+//
+// Stride 1: an image is copied once into "wide" planes, with its zero border, [c][height][width]. Each tap of the kernel then
+// is a shift: output[y * width + x] += weight * plane[y * width + x + shift], over the whole plane at once, in long vectors
+// without tests. The columns beyond the output's own width are rubbish; they are dropped at the end (or zeroed before, in
+// gradients). Other strides: the image is unfolded into columns, and the rest is one matrix product.
+#pragma once
+#include "products.h"
+
+namespace tilework {
+
+struct Conv {
+  int64_t n, c, h, w, o, kh, kw, oh, ow, groups, sh, sw, ph, pw, dh, dw;
+  int64_t channels() const { return c / groups; }             // of one group
+  int64_t outputs() const { return o / groups; }
+  int64_t depth() const { return channels() * kh * kw; }      // rows of the unfolded image, for one group
+  int64_t places() const { return oh * ow; }                  // its columns
+  int64_t width() const { return w + 2 * pw; }                // of a wide plane
+  int64_t used() const { return (oh - 1) * width() + ow; }    // the part of it where outputs lie
+  int64_t shift(int64_t i, int64_t j) const { return i * dh * width() + j * dw; }
+  int64_t vectors() const { return (used() + kLanes - 1) / kLanes; }
+  // Floats of a plane, with room for the last block of vectors to reach beyond it.
+  int64_t plane() const { return (std::max((h + 2 * ph) * width(), used()) + shift(kh - 1, kw - 1) + 9 * kLanes) / kLanes * kLanes; }
+  int64_t work() const { return n * o * places() * depth(); }
+};
+
+// Below this many multiplications a convolution stays on the calling thread.
+constexpr int64_t kSerialConv = 1 << 21;
+
+// h x w values into the middle of a wide plane; everything else becomes zero.
+static inline void widen(const Conv& v, const float* from, int64_t rows, int64_t columns, int64_t top, int64_t left, float* plane) {
+  memset(plane, 0, v.plane() * sizeof(float));
+  for (int64_t y = 0; y < rows; ++y) memcpy(plane + (y + top) * v.width() + left, from + y * columns, columns * sizeof(float));
+}
+
+// The same the other way round.
+static inline void narrow(const Conv& v, const float* plane, int64_t rows, int64_t columns, int64_t top, int64_t left, float* to) {
+  for (int64_t y = 0; y < rows; ++y) memcpy(to + y * columns, plane + (y + top) * v.width() + left, columns * sizeof(float));
+}
+
+// OB outputs x XB vectors of the wide result, all taps
+template <int OB, int XB>
+static inline void forward_block(const Conv& v, const float* planes, const float* weight, float* wide) {
+  const int64_t plane = v.plane(), depth = v.depth();
+  Vec total[OB][XB] = {};
+  for (int64_t c = 0; c < v.channels(); ++c)
+    for (int64_t i = 0; i < v.kh; ++i)
+      for (int64_t j = 0; j < v.kw; ++j) {
+        const float* x = planes + c * plane + v.shift(i, j);
+        const float* tap = weight + (c * v.kh + i) * v.kw + j;
+        Vec image[XB];
+#pragma GCC unroll 8
+        for (int b = 0; b < XB; ++b) image[b] = load(x + b * kLanes);
+#pragma GCC unroll 8
+        for (int o = 0; o < OB; ++o) {
+          const Vec factor = all(tap[o * depth]);
+#pragma GCC unroll 8
+          for (int b = 0; b < XB; ++b) total[o][b] = fma(factor, image[b], total[o][b]);
+        }
+      }
+  for (int o = 0; o < OB; ++o)
+    for (int b = 0; b < XB; ++b) store(wide + o * plane + b * kLanes, total[o][b]);
+}
+
+template <int OB>
+static inline void forward_rows(const Conv& v, const float* planes, const float* weight, float* wide, float* out) {
+  constexpr int XB = kManyRegisters ? 4 : 2;
+  int64_t b = 0;
+  for (; b + XB <= v.vectors(); b += XB) forward_block<OB, XB>(v, planes + b * kLanes, weight, wide + b * kLanes);
+  for (; b < v.vectors(); ++b) forward_block<OB, 1>(v, planes + b * kLanes, weight, wide + b * kLanes);
+  for (int o = 0; o < OB; ++o) narrow(v, wide + o * v.plane(), v.oh, v.ow, 0, 0, out + o * v.places());
+}
+
+static inline void forward_image(const Conv& v, const float* x, const float* weight, float* out) {
+  static thread_local Scratch room;
+  float* planes = room.take((v.channels() + 4) * v.plane());
+  float* wide = planes + v.channels() * v.plane();
+  for (int64_t g = 0; g < v.groups; ++g) {
+    for (int64_t c = 0; c < v.channels(); ++c)
+      widen(v, x + (g * v.channels() + c) * v.h * v.w, v.h, v.w, v.ph, v.pw, planes + c * v.plane());
+    for (int64_t o = 0; o < v.outputs();) {
+      const float* w = weight + (g * v.outputs() + o) * v.depth();
+      float* to = out + (g * v.outputs() + o) * v.places();
+      const int64_t left = v.outputs() - o;
+      if (left >= 4) forward_rows<4>(v, planes, w, wide, to), o += 4;
+      else if (left >= 2) forward_rows<2>(v, planes, w, wide, to), o += 2;
+      else forward_rows<1>(v, planes, w, wide, to), o += 1;
+    }
+  }
+}
+
+// One tap of one input channel: XB vectors of the weighted sum over outputs, added where the tap points
+template <int XB>
+static inline void input_block(const Conv& v, const float* grads, const float* tap, float* to) {
+  const int64_t plane = v.plane(), depth = v.depth();
+  Vec total[XB];
+#pragma GCC unroll 8
+  for (int b = 0; b < XB; ++b) total[b] = load(to + b * kLanes);
+  for (int64_t o = 0; o < v.outputs(); ++o) {
+    const Vec factor = all(tap[o * depth]);
+#pragma GCC unroll 8
+    for (int b = 0; b < XB; ++b) total[b] = fma(factor, load(grads + o * plane + b * kLanes), total[b]);
+  }
+#pragma GCC unroll 8
+  for (int b = 0; b < XB; ++b) store(to + b * kLanes, total[b]);
+}
+
+static inline void input_image(const Conv& v, const float* grad, const float* weight, float* out) {
+  static thread_local Scratch room;
+  float* grads = room.take((v.outputs() + 1) * v.plane());
+  float* wide = grads + v.outputs() * v.plane();
+  for (int64_t g = 0; g < v.groups; ++g) {
+    for (int64_t o = 0; o < v.outputs(); ++o)
+      widen(v, grad + (g * v.outputs() + o) * v.places(), v.oh, v.ow, 0, 0, grads + o * v.plane());
+    for (int64_t c = 0; c < v.channels(); ++c) {
+      memset(wide, 0, v.plane() * sizeof(float));
+      for (int64_t i = 0; i < v.kh; ++i)
+        for (int64_t j = 0; j < v.kw; ++j) {
+          const float* tap = weight + g * v.outputs() * v.depth() + (c * v.kh + i) * v.kw + j;
+          float* to = wide + v.shift(i, j);
+          int64_t b = 0;
+          for (; b + 8 <= v.vectors(); b += 8) input_block<8>(v, grads + b * kLanes, tap, to + b * kLanes);
+          for (; b + 4 <= v.vectors(); b += 4) input_block<4>(v, grads + b * kLanes, tap, to + b * kLanes);
+          for (; b < v.vectors(); ++b) input_block<1>(v, grads + b * kLanes, tap, to + b * kLanes);
+        }
+      narrow(v, wide, v.h, v.w, v.ph, v.pw, out + (g * v.channels() + c) * v.h * v.w);
+    }
+  }
+}
+
+// OB outputs x JB neighbouring taps, summed over all images; `step` floats from one output's gradients to the next
+template <int OB, int JB>
+static inline void weight_block(const Conv& v, const float* planes, const float* grads, int64_t step, float* out) {
+  Vec total[(OB * JB + kLanes - 1) / kLanes * kLanes] = {};
+  for (int64_t n = 0; n < v.n; ++n) {
+    const float *x = planes + n * v.plane(), *g = grads + n * v.plane();
+    for (int64_t b = 0; b < v.vectors(); ++b, x += kLanes, g += kLanes) {
+      Vec given[OB];
+#pragma GCC unroll 8
+      for (int o = 0; o < OB; ++o) given[o] = load(g + o * step);
+#pragma GCC unroll 8
+      for (int j = 0; j < JB; ++j) {
+        const Vec image = load(x + j * v.dw);
+#pragma GCC unroll 8
+        for (int o = 0; o < OB; ++o) total[o * JB + j] = fma(given[o], image, total[o * JB + j]);
+      }
+    }
+  }
+  float found[sizeof(total) / sizeof(Vec)];
+  for (int64_t k = 0; k < OB * JB; k += kLanes) store(found + k, sums(total + k));
+  for (int o = 0; o < OB; ++o)
+    for (int j = 0; j < JB; ++j) out[o * v.depth() + j] = found[o * JB + j];
+}
+
+template <int OB>
+static inline void weight_rows(const Conv& v, const float* planes, const float* grads, int64_t step, float* out) {
+  constexpr int JB = kManyRegisters ? 5 : 2;
+  for (int64_t i = 0; i < v.kh; ++i) {
+    int64_t j = 0;
+    for (; j + JB <= v.kw; j += JB) weight_block<OB, JB>(v, planes + v.shift(i, j), grads, step, out + i * v.kw + j);
+    for (; j + 3 <= v.kw; j += 3) weight_block<OB, 3>(v, planes + v.shift(i, j), grads, step, out + i * v.kw + j);
+    for (; j < v.kw; ++j) weight_block<OB, 1>(v, planes + v.shift(i, j), grads, step, out + i * v.kw + j);
+  }
+}
+
+static inline void weight_wide(const Conv& v, const float* grad, const float* x, float* out) {
+  static thread_local Scratch room;
+  // [group's channels][n][plane], then [group's outputs][n][plane]: the images of one channel lie in a row
+  const int64_t step = v.n * v.plane();
+  float* planes = room.take((v.channels() + v.outputs()) * step);
+  float* grads = planes + v.channels() * step;
+  for (int64_t g = 0; g < v.groups; ++g) {
+    for (int64_t n = 0; n < v.n; ++n) {
+      for (int64_t c = 0; c < v.channels(); ++c)
+        widen(v, x + (n * v.c + g * v.channels() + c) * v.h * v.w, v.h, v.w, v.ph, v.pw, planes + c * step + n * v.plane());
+      for (int64_t o = 0; o < v.outputs(); ++o)
+        widen(v, grad + (n * v.o + g * v.outputs() + o) * v.places(), v.oh, v.ow, 0, 0, grads + o * step + n * v.plane());
+    }
+#pragma omp parallel for if (v.work() >= kSerialConv) schedule(static)
+    for (int64_t c = 0; c < v.channels(); ++c)
+      for (int64_t o = 0; o < v.outputs();) {
+        float* to = out + (g * v.outputs() + o) * v.depth() + c * v.kh * v.kw;
+        if (o + 4 <= v.outputs()) weight_rows<4>(v, planes + c * step, grads + o * step, step, to), o += 4;
+        else weight_rows<1>(v, planes + c * step, grads + o * step, step, to), o += 1;
+      }
+  }
+}
+
+// ---- other strides: columns[depth][places] of one group of one image ----
+
+static inline void unfold(const Conv& v, const float* image, float* columns) {
+  for (int64_t c = 0; c < v.channels(); ++c)
+    for (int64_t i = 0; i < v.kh; ++i)
+      for (int64_t j = 0; j < v.kw; ++j)
+        for (int64_t y = 0; y < v.oh; ++y, columns += v.ow) {
+          const int64_t row = y * v.sh - v.ph + i * v.dh;
+          const float* line = image + (c * v.h + row) * v.w;
+          for (int64_t x = 0; x < v.ow; ++x) {
+            const int64_t column = x * v.sw + j * v.dw - v.pw;
+            columns[x] = row >= 0 && row < v.h && column >= 0 && column < v.w ? line[column] : 0.0f;
+          }
+        }
+}
+
+// adds columns back to where unfold took them from
+static inline void fold(const Conv& v, const float* columns, float* image) {
+  for (int64_t c = 0; c < v.channels(); ++c)
+    for (int64_t i = 0; i < v.kh; ++i)
+      for (int64_t j = 0; j < v.kw; ++j)
+        for (int64_t y = 0; y < v.oh; ++y, columns += v.ow) {
+          const int64_t row = y * v.sh - v.ph + i * v.dh;
+          if (row < 0 || row >= v.h) continue;
+          float* line = image + (c * v.h + row) * v.w;
+          for (int64_t x = 0; x < v.ow; ++x) {
+            const int64_t column = x * v.sw + j * v.dw - v.pw;
+            if (column >= 0 && column < v.w) line[column] += columns[x];
+          }
+        }
+}
+
+// ---- what the generated code calls; out, x, weight and grad are dense ----
+
+static inline void small_conv(float* out, const float* x, const float* weight, Conv v) {
+#pragma omp parallel for if (v.n > 1 && v.work() >= kSerialConv) schedule(static)
+  for (int64_t n = 0; n < v.n; ++n) {
+    if (v.sh == 1 && v.sw == 1) {
+      forward_image(v, x + n * v.c * v.h * v.w, weight, out + n * v.o * v.places());
+      continue;
+    }
+    static thread_local Scratch room;
+    float* columns = room.take(v.depth() * v.places());
+    for (int64_t g = 0; g < v.groups; ++g) {
+      unfold(v, x + (n * v.c + g * v.channels()) * v.h * v.w, columns);
+      gemm({weight + g * v.outputs() * v.depth(), v.outputs(), v.depth(), v.depth(), false},
+           {columns, v.depth(), v.places(), v.places(), false}, out + (n * v.o + g * v.outputs()) * v.places(), v.places(), 1.0f, 0.0f);
+    }
+  }
+}
+
+static inline void small_conv_input_grad(float* out, const float* grad, const float* weight, Conv v) {
+#pragma omp parallel for if (v.n > 1 && v.work() >= kSerialConv) schedule(static)
+  for (int64_t n = 0; n < v.n; ++n) {
+    if (v.sh == 1 && v.sw == 1) {
+      input_image(v, grad + n * v.o * v.places(), weight, out + n * v.c * v.h * v.w);
+      continue;
+    }
+    static thread_local Scratch room;
+    float* columns = room.take(v.depth() * v.places());
+    for (int64_t g = 0; g < v.groups; ++g) {
+      float* image = out + (n * v.c + g * v.channels()) * v.h * v.w;
+      memset(image, 0, v.channels() * v.h * v.w * sizeof(float));
+      gemm({weight + g * v.outputs() * v.depth(), v.depth(), v.outputs(), v.depth(), true},
+           {grad + (n * v.o + g * v.outputs()) * v.places(), v.outputs(), v.places(), v.places(), false}, columns, v.places(), 1.0f,
+           0.0f);
+      fold(v, columns, image);
+    }
+  }
+}
+
+static inline void small_conv_weight_grad(float* out, const float* grad, const float* x, Conv v) {
+  if (v.sh == 1 && v.sw == 1) return weight_wide(v, grad, x, out);
+  static thread_local Scratch room;
+  float* columns = room.take(v.depth() * v.places());
+  for (int64_t n = 0; n < v.n; ++n)  // one image after the other: the sum has one order, whatever the number of threads
+    for (int64_t g = 0; g < v.groups; ++g) {
+      unfold(v, x + (n * v.c + g * v.channels()) * v.h * v.w, columns);
+      gemm({grad + (n * v.o + g * v.outputs()) * v.places(), v.outputs(), v.places(), v.places(), false},
+           {columns, v.places(), v.depth(), v.places(), true}, out + g * v.outputs() * v.depth(), v.depth(), 1.0f, n == 0 ? 0.0f : 1.0f);
+    }
+}
+
+}  // namespace tilework

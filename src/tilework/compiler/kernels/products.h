@@ -1,0 +1,126 @@
+// Matrix products: straight to BLAS, or by loops of our own where one side is a vector.
+#pragma once
+#include "vectors.h"
+
+extern "C" void sgemm_(const char*, const char*, const int*, const int*, const int*, const float*, const float*, const int*,
+                       const float*, const int*, const float*, float*, const int*);
+
+// MKL's own setting of threads for the calling thread; null where BLAS is another library.
+extern "C" __attribute__((weak)) int MKL_Set_Num_Threads_Local(int);
+
+namespace tilework {
+
+// Below this many multiplications a product runs on the calling thread alone: waking others costs more than it brings, and
+// very much more where they have to wait for a core.
+constexpr int64_t kSerialProduct = 1 << 20;
+// The same for a vector by a matrix, which is bound by reading the matrix.
+constexpr int64_t kSerialVector = 1 << 17;
+
+struct Matrix {  // rows x columns; `transposed`: columns lie one after the other in memory
+  const float* data;
+  int64_t rows, columns, leading;
+  bool transposed;
+};
+
+// out = alpha a b + beta out, `out` row by row. BLAS counts by columns, so this is out^T = b^T a^T.
+static inline void gemm(const Matrix& a, const Matrix& b, float* out, int64_t out_leading, float alpha, float beta) {
+  int m = b.columns, n = a.rows, k = a.columns;
+  int lda = a.leading, ldb = b.leading, ldc = out_leading;
+  const bool alone = MKL_Set_Num_Threads_Local && (int64_t)m * n * k < kSerialProduct;
+  const int before = alone ? MKL_Set_Num_Threads_Local(1) : 0;
+  sgemm_(b.transposed ? "T" : "N", a.transposed ? "T" : "N", &m, &n, &k, &alpha, b.data, &ldb, a.data, &lda, &beta, out, &ldc);
+  if (alone) MKL_Set_Num_Threads_Local(before);
+}
+
+// out[0..count) = dot products of x[k] with `count` rows of `rows`, which are `leading` apart
+template <int COUNT>
+static inline void dots(const float* x, const float* rows, int64_t leading, int64_t k, float* out) {
+  constexpr int64_t L = kLanes;
+  Vec total[COUNT] = {}, more[COUNT] = {};
+  int64_t i = 0;
+  for (; i + 2 * L <= k; i += 2 * L) {
+    const Vec v = load(x + i), w = load(x + i + L);
+#pragma GCC unroll 8
+    for (int r = 0; r < COUNT; ++r) {
+      total[r] = fma(v, load(rows + r * leading + i), total[r]);
+      more[r] = fma(w, load(rows + r * leading + i + L), more[r]);
+    }
+  }
+  for (; i + L <= k; i += L) {
+    const Vec v = load(x + i);
+    for (int r = 0; r < COUNT; ++r) total[r] = fma(v, load(rows + r * leading + i), total[r]);
+  }
+  for (int r = 0; r < COUNT; ++r) {
+    float rest = 0;
+    for (int64_t j = i; j < k; ++j) rest += x[j] * rows[r * leading + j];
+    out[r] = sum(total[r] + more[r]) + rest;
+  }
+}
+
+// out[0..COUNT vectors) = sum over k of x[k] times the same piece of row k
+template <int COUNT>
+static inline void weighted(const float* x, const float* rows, int64_t leading, int64_t k, float* out) {
+  constexpr int64_t L = kLanes;
+  Vec total[COUNT] = {};
+  for (int64_t i = 0; i < k; ++i) {
+    const Vec v = all(x[i]);
+#pragma GCC unroll 8
+    for (int c = 0; c < COUNT; ++c) total[c] = fma(v, load(rows + i * leading + c * L), total[c]);
+  }
+  for (int c = 0; c < COUNT; ++c) store(out + c * L, total[c]);
+}
+
+// out[n] = x[k] times a matrix. by_rows: the matrix lies as [n][k], otherwise as [k][n]; `leading` floats from row to row.
+// Each output is summed in one order, whatever the number of threads.
+static inline void vector_product(float* out, const float* x, const float* matrix, int64_t k, int64_t n, int64_t leading, bool by_rows) {
+  constexpr int64_t L = kLanes, kBlock = 4 * L;
+  const bool parallel = k * n >= kSerialVector;
+  if (by_rows) {
+#pragma omp parallel for if (parallel) schedule(static)
+    for (int64_t block = 0; block < (n + 3) / 4; ++block) {
+      const int64_t r = block * 4;
+      if (r + 4 <= n)
+        dots<4>(x, matrix + r * leading, leading, k, out + r);
+      else
+        for (int64_t i = r; i < n; ++i) dots<1>(x, matrix + i * leading, leading, k, out + i);
+    }
+    return;
+  }
+#pragma omp parallel for if (parallel) schedule(static)
+  for (int64_t block = 0; block < (n + kBlock - 1) / kBlock; ++block) {
+    int64_t c = block * kBlock;
+    if (c + kBlock <= n) {
+      weighted<4>(x, matrix + c, leading, k, out + c);
+      continue;
+    }
+    for (; c + L <= n; c += L) weighted<1>(x, matrix + c, leading, k, out + c);
+    for (; c < n; ++c) {
+      float total = 0;
+      for (int64_t i = 0; i < k; ++i) total += x[i] * matrix[i * leading + c];
+      out[c] = total;
+    }
+  }
+}
+
+// out[m][n] = a[m][k] b[k][n]; a and b may lie transposed
+static inline void product(float* out, const float* a, const float* b, int64_t m, int64_t k, int64_t n, int64_t a_leading,
+                           bool a_transposed, int64_t b_leading, bool b_transposed) {
+  gemm({a, m, k, a_leading, a_transposed}, {b, k, n, b_leading, b_transposed}, out, n, 1.0f, 0.0f);
+}
+
+// `count` products; the matrices of each operand are `a_step`, `b_step` floats apart
+static inline void batch_product(float* out, const float* a, const float* b, int64_t count, int64_t m, int64_t k, int64_t n,
+                                 int64_t a_step, int64_t a_leading, bool a_transposed, int64_t b_step, int64_t b_leading,
+                                 bool b_transposed) {
+  const bool parallel = count > 1 && count * m * k * n >= kSerialProduct && MKL_Set_Num_Threads_Local;
+#pragma omp parallel for if (parallel) schedule(static)
+  for (int64_t i = 0; i < count; ++i) {
+    // Within the loop every thread has products of its own; MKL must not divide them further.
+    const int before = parallel ? MKL_Set_Num_Threads_Local(1) : 0;
+    gemm({a + i * a_step, m, k, a_leading, a_transposed}, {b + i * b_step, k, n, b_leading, b_transposed}, out + i * m * n, n, 1.0f,
+         0.0f);
+    if (parallel) MKL_Set_Num_Threads_Local(before);
+  }
+}
+
+}  // namespace tilework

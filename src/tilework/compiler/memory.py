@@ -1,0 +1,102 @@
+"""Where a program's temporaries lie: their lifetimes are read from the generated code, and places are planned once.
+
+Inductor's code allocates every temporary in every step and frees it as early as it can. Here each gets a place in one block
+of memory that the program keeps; two share a place if their lifetimes do not meet.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+_ARRAY = re.compile(r"static constexpr int64_t (\w+)\[\] = \{([^}]*)\};")
+_ALLOCATION = re.compile(
+    r"^ *AtenTensorHandle (\w+)_handle;\n"
+    r" *AOTI_TORCH_ERROR_CODE_CHECK\(aoti_torch_empty_strided\((\d+), (\w+), (\w+), cached_torch_dtype_(\w+), "
+    r"cached_torch_device_type_cpu, 0, &\1_handle\)\);\n"
+    r" *RAIIAtenTensorHandle \1\(\1_handle\);$",
+    re.M,
+)
+_NAMED = re.compile(r"^ *(?:auto|RAIIAtenTensorHandle) (\w+)(?: = |\()(.*)$", re.M)
+_RETURNED = re.compile(r"^ *AOTI_TORCH_ERROR_CODE_CHECK\((\w+)\((.*), &(\w+)_handle\)\);$", re.M)
+_FRESH = re.compile(r"convolution|attention|_conv|linear|mkldnn")  # library calls whose results are memory of their own
+_BYTES = {"float64": 8, "int64": 8, "complex64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2,
+          "int8": 1, "uint8": 1, "bool": 1}  # fmt: skip
+_LINE = 64  # bytes: places begin at cache lines
+
+
+@dataclass
+class Place:
+    name: str
+    size: int  # bytes
+    first: int  # lifetime: positions in the text
+    last: int
+    offset: int = 0
+
+
+def plan_temporaries(body: str, declarations: str) -> tuple[str, int, int]:
+    """The body with its allocations replaced, how many there were, and how many bytes they need together."""
+    arrays = {name: [int(v.strip().rstrip("L")) for v in values.split(",") if v.strip()]
+              for name, values in _ARRAY.findall(declarations + body)}  # fmt: skip
+    found = []
+    for match in _ALLOCATION.finditer(body):
+        name, dims, shape, stride, dtype = match.groups()
+        known = int(dims) == 0 or (shape in arrays and stride in arrays)
+        if known and dtype in _BYTES and f"{name}.release()" not in body:
+            found.append((match, _size(arrays.get(shape, []), arrays.get(stride, []), int(dims), _BYTES[dtype])))
+    ends = _last_uses(body, [match.group(1) for match, _ in found])
+    places = [Place(m.group(1), size, m.start(), ends[m.group(1)]) for m, size in found]
+    total = _arrange(places)
+    offsets = {p.name: (i, p.offset) for i, p in enumerate(places)}
+
+    def replacement(match: re.Match[str]) -> str:
+        name, dims, shape, stride, dtype = match.groups()
+        if name not in offsets:
+            return match.group(0)
+        index, offset = offsets[name]
+        at = f"{index}, {offset}, {dims}, {shape}, {stride}, cached_torch_dtype_{dtype}"
+        return f"    tilework::Temporary {name} = workspace.temporary({at});"
+
+    return _ALLOCATION.sub(replacement, body), len(places), total
+
+
+def _size(shape: list[int], stride: list[int], dims: int, bytes_each: int) -> int:
+    shape, stride = shape[:dims], stride[:dims]
+    if 0 in shape:
+        return _LINE
+    extent = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+    return math.ceil(extent * bytes_each / _LINE) * _LINE
+
+
+def _last_uses(body: str, names: list[str]) -> dict[str, int]:
+    """Position of the last mention of each temporary, or of anything that may share its memory."""
+    shares: dict[str, set[str]] = {name: {name} for name in names}
+
+    def words(text: str) -> set[str]:
+        return set(re.findall(r"\b\w+\b", text))
+
+    links = [(m.start(), m.group(1), words(m.group(2))) for m in _NAMED.finditer(body)]
+    links += [(m.start(), m.group(3), words(m.group(2))) for m in _RETURNED.finditer(body) if not _FRESH.search(m.group(1))]
+    mentions: dict[str, int] = {}
+    for m in re.finditer(r"\b\w+\b", body):
+        mentions[m.group(0)] = m.start()
+    for _, new, sources in sorted(links):  # in the order of the text, so chains are followed
+        for family in shares.values():
+            if family & sources:
+                family.add(new)
+    return {name: max(mentions.get(n, 0) for n in family) for name, family in shares.items()}
+
+
+def _arrange(places: list[Place]) -> int:
+    """Gives every place its offset, the largest first, each as low as its lifetime allows. Returns the total size."""
+    done: list[Place] = []
+    for place in sorted(places, key=lambda p: (-p.size, p.first)):
+        offset = 0
+        for other in sorted((p for p in done if p.first <= place.last and place.first <= p.last), key=lambda p: p.offset):
+            if other.offset - offset >= place.size:
+                break
+            offset = max(offset, other.offset + other.size)
+        place.offset = offset
+        done.append(place)
+    return max((p.offset + p.size for p in places), default=0)
