@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from .errors import TileworkError as TileworkError
     from .errors import UserError as UserError
     from .plan.options import Options as Options
-    from .runtime.session import Result as Result
+    from .runtime.loader import Loader as Loader
+    from .runtime.results import Result as Result
     from .runtime.session import Session as Session
     from .runtime.session import load as load
     from .step import Step as Step
@@ -36,7 +37,8 @@ _PUBLIC = {
     "Compiled": ("compiler.build", "Compiled"),
     "MachineError": ("errors", "MachineError"),
     "Options": ("plan.options", "Options"),
-    "Result": ("runtime.session", "Result"),
+    "Loader": ("runtime.loader", "Loader"),
+    "Result": ("runtime.results", "Result"),
     "Session": ("runtime.session", "Session"),
     "Step": ("step", "Step"),
     "TileworkError": ("errors", "TileworkError"),

@@ -59,9 +59,7 @@ def max_pool_grad(
 
 
 @max_pool_grad.register_fake
-def _(
-    grad: Tensor, x: Tensor, pooled: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int]
-) -> Tensor:
+def _(grad: Tensor, x: Tensor, pooled: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int]) -> Tensor:
     return x.new_empty(x.shape)
 
 

@@ -18,6 +18,7 @@ from ..random import seeded
 from ..step import Step
 from .optimizers import Group, clip, derived, groups_of, packed
 from .partition import label_sections, partition
+from .pooling import pooling
 from .probe import Probe, evaluate, preserved, run_probe
 from .trace import keep_backward_sources, to_graph, trace
 
@@ -225,7 +226,7 @@ class _Capture:
         reads += [self._closed_over(t) for t in traced.closed_over]
         results = [f"output/{o}" for o in outs] + [f"buffer/{k}" for k in replaced]
         results += [f"grad/{k}" for k in probe.trainable] + [f"grad/input/{self.input_names[i]}" for i in wanted_inputs]
-        graph = to_graph("joint", traced, reads, results, "")
+        graph = pooling(to_graph("joint", traced, reads, results, ""))
         return label_sections(graph, {b for b in graph.written if b.startswith("grad/")})
 
     def _closed_over(self, tensor: Tensor) -> str:
@@ -327,7 +328,7 @@ class _Capture:
         reads = [f"input/{i}" for i in self.input_names[:n]] + ["rng/seed"]
         reads += [self._closed_over(t) for t in traced.closed_over]
         self.infer_names = _ordered_unique(names(structure, "output"))
-        return to_graph("infer", traced, reads, [f"infer/{o}" for o in self.infer_names], "fwd"), structure
+        return pooling(to_graph("infer", traced, reads, [f"infer/{o}" for o in self.infer_names], "fwd")), structure
 
     def _graph(self, sections: dict[str, Graph], infer_structure: Structure) -> StepGraph:
         step, probe = self.step, self.probe

@@ -90,6 +90,7 @@ def settings(options: Options) -> dict[str, Any]:
         "cpp.threads": max(2, len(os.sched_getaffinity(0))),
         "cpp.min_chunk_size": 8192,
         "fx_graph_cache": False,
+        "cpp.vec_isa_ok": True,  # our own flags say what the machine has: no test programs have to be compiled
     }
     if options.isa in SIMD_BITS:
         chosen["cpp.simdlen"] = SIMD_BITS[options.isa] or 1

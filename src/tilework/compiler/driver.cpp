@@ -1,7 +1,7 @@
 // The driver: the only code between Python and the programs. One call runs any number of steps.
 //
 // It owns nothing. Buffers belong to the session; handles are made once, when the session starts, and borrowed by the
-// programs. A step copies its inputs to their buffers, runs its programs, and copies its outputs away.
+// programs. A step takes its inputs and hyperparameters to their buffers, runs its programs, and gives its outputs away.
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -19,10 +19,14 @@ struct Program {
 
 struct Copy {       // between a session buffer and memory of the caller
   char* buffer;
-  char* outside;    // moves on by `stride` bytes with each micro-batch
+  int64_t address;  // which of the call's addresses: the caller's memory, `bytes` a slice
   int64_t bytes;
-  int64_t stride;
+  int32_t how;
+  int32_t dtype;    // for sums
 };
+
+enum How { kEvery = 0, kLast = 1, kSum = 2, kShared = 3 };  // a slice each; the last only; added up; the same slice each time
+enum Sums { kFloat = 0, kDouble = 1, kLong = 2 };
 
 struct Random {     // seed of a micro-batch = splitmix64(base + counter); the counter lives in the session
   uint64_t base;
@@ -35,16 +39,17 @@ struct Call {
   int64_t num_micro_batches;  // calls of `micro` to one call of `update`
   Program micro;
   Program update;             // run may be null: nothing after the micro-batches
-  Copy* inputs;
+  Copy* inputs;               // taken before each micro-batch
   int64_t num_inputs;
-  Copy* outputs;
+  Copy* scheduled;            // hyperparameters, taken before each step
+  int64_t num_scheduled;
+  Copy* outputs;              // given after each micro-batch
   int64_t num_outputs;
   Copy* zeroed;               // gradient buffers, set to zero before the first micro-batch of a step
   int64_t num_zeroed;
   Random* random;             // null: keep the seed, as bwd must
   int64_t steps_done;         // on return: how many whole steps
-  const float* loss;          // the loss buffer, null where there is none
-  int32_t stop_at_nan;
+  const float* loss;          // the loss buffer to watch for values that are no numbers; null: none
 };
 
 static int64_t next_seed(Random* r) {
@@ -55,24 +60,51 @@ static int64_t next_seed(Random* r) {
   return (int64_t)((z ^ (z >> 31)) & 0x7FFFFFFFFFFFFFFFull);
 }
 
+template <class T>
+static void add(const Copy& c, char* outside) {
+  const T* from = (const T*)c.buffer;
+  T* to = (T*)outside;
+  for (int64_t i = 0; i < c.bytes / (int64_t)sizeof(T); ++i) to[i] += from[i];
+}
+
+static inline void give(const Copy& c, char* outside, int64_t at, bool last) {
+  if (c.how == kEvery) {
+    memcpy(outside + at * c.bytes, c.buffer, c.bytes);
+  } else if (c.how == kLast) {
+    if (last) memcpy(outside, c.buffer, c.bytes);
+  } else if (c.dtype == kFloat) {
+    add<float>(c, outside);
+  } else if (c.dtype == kDouble) {
+    add<double>(c, outside);
+  } else {
+    add<int64_t>(c, outside);
+  }
+}
+
 // 0: done. 1: a program failed, `error` says why. 2: the loss is not a number.
-EXPORT int tilework_call(Call* call, char* error, size_t size) {
+EXPORT int tilework_call(Call* call, char** addresses, char* error, size_t size) {
   call->steps_done = 0;
   int64_t at = 0;
+  const int64_t total = call->num_steps * call->num_micro_batches;
   for (int64_t step = 0; step < call->num_steps; ++step) {
+    for (int64_t i = 0; i < call->num_scheduled; ++i) {
+      const Copy& c = call->scheduled[i];
+      memcpy(c.buffer, addresses[c.address] + step * c.bytes, c.bytes);
+    }
     for (int64_t i = 0; i < call->num_zeroed; ++i) memset(call->zeroed[i].buffer, 0, call->zeroed[i].bytes);
     for (int64_t micro = 0; micro < call->num_micro_batches; ++micro, ++at) {
       for (int64_t i = 0; i < call->num_inputs; ++i) {
         const Copy& c = call->inputs[i];
-        memcpy(c.buffer, c.outside + at * c.stride, c.bytes);
+        if (c.how == kEvery)
+          memcpy(c.buffer, addresses[c.address] + at * c.bytes, c.bytes);
+        else if (at == 0)
+          memcpy(c.buffer, addresses[c.address], c.bytes);
       }
       if (call->random) *call->random->seed = next_seed(call->random);
       if (call->micro.run(call->micro.buffers, error, size)) return 1;
-      for (int64_t i = 0; i < call->num_outputs; ++i) {
-        const Copy& c = call->outputs[i];
-        memcpy(c.outside + at * c.stride, c.buffer, c.bytes);
-      }
-      if (call->loss && call->stop_at_nan && !(*call->loss == *call->loss)) return 2;
+      for (int64_t i = 0; i < call->num_outputs; ++i)
+        give(call->outputs[i], addresses[call->outputs[i].address], at, at + 1 == total);
+      if (call->loss && !(*call->loss == *call->loss)) return 2;
     }
     if (call->update.run && call->update.run(call->update.buffers, error, size)) return 1;
     call->steps_done = step + 1;

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from .. import operators  # noqa: F401  (defines the operators of torch.ops.tilework)
+from .. import operators
 from ..random import mix_bits
+
 
 class _Value:
     """A value inside a generated loop, with Python's integer operators: lets mix_bits write the loop's code."""
@@ -58,14 +59,15 @@ def register() -> None:
     class NativeCall(ir.ExternKernelOut):
         """out = function(inputs, constants), written as one line of C++ over pointers."""
 
-        def __init__(self, function: str, shape: Sequence[int], like: Any, inputs: Sequence[Any], constants: str) -> None:
+        def __init__(self, function: str, shape: Sequence[int], inputs: Sequence[Any], constants: Sequence[str]) -> None:
+            like = inputs[0]
             layout = FixedLayout(like.get_device(), like.get_dtype(), [int(s) for s in shape])
             super().__init__(layout, list(inputs), python_kernel_name=f"tilework.{function}")
             self.function, self.constants = function, constants
 
         def codegen(self, wrapper: Any) -> None:
             pointers = [f"tilework::pointer({self.get_name()})", *map(_pointer, self.inputs)]
-            wrapper.writeline(f"tilework::{self.function}({', '.join([*pointers, self.constants])});")
+            wrapper.writeline(f"tilework::{self.function}({', '.join([*pointers, *self.constants])});")
 
     def _pointer(x: Any) -> str:
         storage, layout = as_storage_and_layout(x)
@@ -73,10 +75,8 @@ def register() -> None:
         return f"tilework::pointer({name})" + (f" + {int(layout.offset)}" if layout.offset else "")
 
     def call(function: str, shape: Sequence[int], inputs: Sequence[Any], *constants: Any) -> Any:
-        text = ", ".join(str(c).lower() if isinstance(c, bool) else str(int(c)) for c in constants)
-        if function in _TAKE_CONV:
-            text = f"{{{text}}}"
-        return TensorBox.create(NativeCall(function, shape, inputs[0], inputs, text))
+        text = [str(c).lower() if isinstance(c, bool) else str(int(c)) for c in constants]
+        return TensorBox.create(NativeCall(function, shape, inputs, text))
 
     def dense(x: Any) -> Any:
         return ExternKernel.require_contiguous(ExternKernel.realize_input(x))
@@ -138,25 +138,26 @@ def register() -> None:
         (x, a_at, a_turned), (y, b_at, b_turned) = matrix(a), matrix(b)
         return call("batch_product", [count, m, n], [x, y], count, m, k, n, *a_at, a_turned, *b_at, b_turned)
 
-    def conv(x: list[int], w: list[int], out: list[int], rest: Sequence[Any]) -> list[int]:
-        """The fields of kernels/convolutions.h's struct Conv."""
+    def conv(x: list[int], w: list[int], out: list[int], rest: Sequence[Any]) -> str:
+        """The fields of kernels/convolutions.h's struct Conv: a template argument, so each shape gets code of its own."""
         (stride, padding, dilation, groups) = rest
-        return [*x, w[0], w[2], w[3], out[2], out[3], groups, *stride, *padding, *dilation]
+        fields = [*x, w[0], w[2], w[3], out[2], out[3], groups, *stride, *padding, *dilation]
+        return f"tilework::Conv{{{', '.join(str(int(f)) for f in fields)}}}"
 
     @register_lowering(tilework.small_conv.default, type_promotion_kind=None)
     def small_conv(x: Any, weight: Any, *rest: Any) -> Any:
         shape = operators.conv_shape(sizes(x), sizes(weight), *rest[:3])
-        return call("small_conv", shape, [dense(x), dense(weight)], *conv(sizes(x), sizes(weight), shape, rest))
+        return call(f"small_conv<{conv(sizes(x), sizes(weight), shape, rest)}>", shape, [dense(x), dense(weight)])
 
     @register_lowering(tilework.small_conv_input_grad.default, type_promotion_kind=None)
     def small_conv_input_grad(grad: Any, weight: Any, shape: Sequence[int], *rest: Any) -> Any:
-        constants = conv(list(shape), sizes(weight), sizes(grad), rest)
-        return call("small_conv_input_grad", shape, [dense(grad), dense(weight)], *constants)
+        it = conv(list(shape), sizes(weight), sizes(grad), rest)
+        return call(f"small_conv_input_grad<{it}>", shape, [dense(grad), dense(weight)])
 
     @register_lowering(tilework.small_conv_weight_grad.default, type_promotion_kind=None)
     def small_conv_weight_grad(grad: Any, x: Any, shape: Sequence[int], *rest: Any) -> Any:
-        constants = conv(sizes(x), list(shape), sizes(grad), rest)
-        return call("small_conv_weight_grad", shape, [dense(grad), dense(x)], *constants)
+        it = conv(sizes(x), list(shape), sizes(grad), rest)
+        return call(f"small_conv_weight_grad<{it}>", shape, [dense(grad), dense(x)])
 
     def pool(x: list[int], out: list[int], rest: Sequence[Any]) -> list[int]:
         (kernel, stride, padding) = rest
@@ -171,6 +172,3 @@ def register() -> None:
     def max_pool_grad(grad: Any, x: Any, pooled: Any, *rest: Any) -> Any:
         constants = pool(sizes(x), sizes(pooled), rest)
         return call("max_pool_grad", sizes(x), [dense(grad), dense(x), dense(pooled)], *constants)
-
-
-_TAKE_CONV = ("small_conv", "small_conv_input_grad", "small_conv_weight_grad")

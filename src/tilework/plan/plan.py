@@ -14,7 +14,6 @@ from .convolutions import small_convolutions
 from .cost import Cost, cost_of
 from .join import accumulate, join
 from .options import Options
-from .pooling import pooling
 from .products import products
 
 
@@ -88,7 +87,7 @@ def plan(step: StepGraph, options: Options) -> Plan:
             expected="loss=... (a function, or the position of the loss among forward's outputs)",
         )
     if options.device == "cpu":
-        for name, change in {"small_convolutions": small_convolutions, "pooling": pooling, "products": products}.items():
+        for name, change in {"small_convolutions": small_convolutions, "products": products}.items():
             if name not in options.disable:
                 programs = {program: change(graph) for program, graph in programs.items()}
     buffers: dict[str, TensorType] = {}

@@ -83,23 +83,24 @@ class InputPlan:
     def __init__(self, expected: list[Argument], structure: Structure, count: int, batch_dim: int | None) -> None:
         self.expected, self.structure, self.count, self.batch_dim = expected, structure, count, batch_dim
         self.types = [(DTYPES[a.type.dtype], torch.Size(_whole_shape(tuple(a.type.shape), count, batch_dim))) for a in expected]
+        self.num_inputs, self.dtypes, self.shapes = len(expected), [d for d, _ in self.types], [s for _, s in self.types]
         # An input without a batch is the same for every micro-batch of a call.
         self.shared = [
             count > 1 and shape == torch.Size(a.type.shape) for a, (_, shape) in zip(expected, self.types, strict=True)
         ]
         # Slices follow each other in the caller's own memory: it can be used as it is.
-        self.in_order = count == 1 or (batch_dim == 0 and not any(self.shared))
+        self.in_order = count == 1 or batch_dim == 0
 
     def take(self, args: tuple[Any, ...]) -> Sequence[Tensor]:
         """Tensors of the right type that lie dense in memory are taken as they are; anything else goes the long way."""
-        if self.in_order and len(args) == len(self.types):
-            for value, (dtype, shape) in zip(args, self.types, strict=True):
+        if self.in_order and len(args) == self.num_inputs:
+            for value, dtype, shape in zip(args, self.dtypes, self.shapes):  # noqa: B905  (lengths are equal, and time counts)
                 if not (
                     isinstance(value, Tensor)
                     and value.dtype is dtype
                     and value.shape == shape
                     and value.is_contiguous()
-                    and value.device.type == "cpu"
+                    and value.is_cpu
                     and not value.is_neg()
                 ):
                     break
@@ -120,9 +121,7 @@ class InputPlan:
             value = value.detach().resolve_neg().resolve_conj()
             if value.shape != whole:
                 problems.append(f"{argument.name}: shape is {list(value.shape)}, expected {list(whole)}")
-            elif shared:
-                found.append(value.expand(count, *whole).contiguous())
-            elif count == 1 or batch_dim == 0:
+            elif shared or count == 1 or batch_dim == 0:
                 found.append(value.contiguous())
             else:
                 found.append(torch.stack(value.chunk(count, dim=batch_dim or 0)).contiguous())

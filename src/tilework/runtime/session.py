@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import builtins
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +26,14 @@ from ..artifact.structure import unflatten
 from ..artifact.writer import write_whole
 from ..errors import MachineError, UserError, did_you_mean
 from . import sync
-from .arguments import InputPlan, joined
+from .arguments import InputPlan
 from .devices import Bound, Call, NotANumber, open_device
+from .loader import Chunk
+from .results import OutputPlan, Result
 
 SECTIONS = ("fwd", "bwd", "reduce", "opt")
 DEVICES = ("cpu", "reference", "null")
 _WEIGHTS = ("param/", "buffer/", "state/")
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a call brought back. `loss` is averaged over micro-batches (summed where they accumulate by sum)."""
-
-    loss: Tensor | None
-    outputs: Any  # in the structure that the model returns; several micro-batches are joined along the batch
-    losses: Tensor | None  # one a micro-batch, in order
 
 
 class Session:
@@ -65,15 +58,16 @@ class Session:
         self.buffers = self._allocate()
         self._device = open_device(self.device_name, artifact, self.buffers, num_threads)
         self.seed(seed)
-        self._outputs = [(a.name, tuple(a.type.shape), DTYPES[a.type.dtype]) for a in self.manifest.outputs]
-        self._loss_positions = [i for i, (name, _, _) in enumerate(self._outputs) if name in self.manifest.losses]
         self._sections_in_order = self._find_sections()
         self._fused = next((p for p in ("step", "accumulate") if p in self.manifest.programs), None)
         self._has_weights = not self.manifest.parameters
         self._ran_forward = False
         self._kept_gradients = False
         self._followed: list[torch.optim.Optimizer] = []
-        self._prepared: dict[tuple[str, int], tuple[InputPlan, Bound, int]] = {}
+        self._prepared: dict[Any, tuple[InputPlan, Bound, OutputPlan]] = {}
+        self._sections_bound: dict[str, Bound] = {}
+        self._keeps_gradients: dict[str, bool] = {}
+        self._lock = threading.Lock()  # buffers are the session's own: one call at a time
         self._set_defaults()
 
     # ---- set-up ----
@@ -124,22 +118,31 @@ class Session:
 
     def set(self, values: Mapping[str, float] | None = None, /, **named: float) -> None:
         """Change hyperparameters, from the next step on. A bare name (lr, momentum, p) sets it in every group or site."""
+        for full, value in self._resolve({**(values or {}), **named}, None).items():
+            if f"hyper/{full}" in self.buffers:
+                self.buffers[f"hyper/{full}"].fill_(value)
+
+    def _resolve(self, values: Mapping[str, Any], num_steps: int | None) -> dict[str, Any]:
+        """Values by full name, checked: numbers, or for schedules (where `num_steps` is given) a value for each step."""
         wrong, found = [], {}
-        for name, value in {**(values or {}), **named}.items():
-            if not isinstance(value, (int, float)) or isinstance(value, bool):
+        for name, value in values.items():
+            if num_steps is not None:
+                value = torch.as_tensor(value, dtype=torch.float64).detach().reshape(-1)
+                if len(value) != num_steps:
+                    wrong.append(f"{name}: found {len(value)} values, expected one for each of {num_steps} steps")
+                    continue
+            elif not isinstance(value, (int, float)) or isinstance(value, bool):
                 wrong.append(f"{name}: found {value!r}, expected a number")
                 continue
             known = [k for k in self.manifest.hyperparameters if k == name or k.split("#")[0].rsplit(".", 1)[-1] == name]
             if not known:
                 wrong.append(f"{name}: {did_you_mean(name, {*self.manifest.hyperparameters, *self._bare_names()})}")
             for full in known:
-                found[full] = float(value)
+                found[full] = float(value) if num_steps is None else value
         if wrong:
-            hint = "compile with keep_momentum=True to leave room for it" if "momentum" in {**(values or {}), **named} else ""
+            hint = "compile with keep_momentum=True to leave room for it" if "momentum" in values else ""
             raise UserError("hyper-unknown", "these hyperparameters cannot be set:\n    " + "\n    ".join(wrong), fix=hint)
-        for full, value in found.items():
-            if f"hyper/{full}" in self.buffers:
-                self.buffers[f"hyper/{full}"].fill_(value)
+        return found
 
     def _bare_names(self) -> builtins.set[str]:
         return {k.split("#")[0].rsplit(".", 1)[-1] for k in self.manifest.hyperparameters}
@@ -157,39 +160,66 @@ class Session:
         *inputs: Any,
         sections: Sequence[str] | None = None,
         out_grads: Mapping[str, Tensor] | Sequence[Tensor | None] | None = None,
-        hyper: Mapping[str, float] | None = None,
+        hyper: Mapping[str, Any] | None = None,
         keep_gradients: bool = False,
         num_steps: int = 1,
+        outputs: str | Mapping[str, str] = "all",
     ) -> Result:
         """Run sections, by default all of them, fused into one native call where that is possible.
 
         inputs      model inputs and then targets, nested as at compile time or flat. bwd and opt alone need none.
         sections    any of fwd, bwd, reduce, opt. ["fwd"] changes no weight; ["bwd", "opt"] go on from the last fwd.
         out_grads   gradients of outputs, by name or position: the loss was computed on the host.
+        hyper       hyperparameters to set first. An array gives each step of the call its own value; the last one stays.
         keep_gradients  run section by section, so that gradients() can be read afterwards.
         num_steps   this many optimizer steps in one call; the batch holds the inputs of all of them.
+        outputs     what to bring back of a call with several micro-batches: "all", "last", "sum", only the "loss", or
+                    {output name: all, last or sum}. Losses always come back, one a micro-batch.
         """
+        with self._lock:
+            if sections is None and out_grads is None and hyper is None and not keep_gradients and not self._followed:
+                prepared = self._prepared.get((num_steps, outputs)) if type(outputs) is str else None
+                if prepared is not None:  # the same as last time: nothing to work out
+                    return self._run_fused(prepared, inputs, num_steps, ())
+            return self._run(inputs, sections, out_grads, hyper or {}, keep_gradients, num_steps, outputs)
+
+    def _run(
+        self,
+        inputs: tuple[Any, ...],
+        sections: Sequence[str] | None,
+        out_grads: Mapping[str, Tensor] | Sequence[Tensor | None] | None,
+        hyper: Mapping[str, Any],
+        keep_gradients: bool,
+        num_steps: int,
+        outputs: str | Mapping[str, str],
+    ) -> Result:
         self._need_weights()
         if not isinstance(num_steps, int) or num_steps < 1:
             raise UserError("run-loop", "num_steps", found=repr(num_steps), expected="a whole number, 1 or more")
         if self._followed:
             self.set(sync.hyper_of(self.manifest, self._followed))
-        if hyper:
-            self.set(hyper)
+        single = {k: v for k, v in hyper.items() if isinstance(v, (int, float)) or not hasattr(v, "__len__")}
+        many = self._resolve({k: v for k, v in hyper.items() if k not in single}, num_steps)
+        self.set(single)
+        schedule = {f"hyper/{k}": v for k, v in many.items() if f"hyper/{k}" in self.buffers}
         fused = self._fused is not None and out_grads is None and (not keep_gradients or self._fused == "accumulate")
-        if sections is None and fused and self._loss_positions:
-            return self._run_fused(inputs, num_steps)
-        wanted = self._sections(sections)
-        if fused and wanted == set(self.training_sections) - {"reduce"}:
-            return self._run_fused(inputs, num_steps)
-        if num_steps != 1:
+        wanted: builtins.set[str] = set()
+        if not (sections is None and fused and self.manifest.losses):
+            wanted = self._sections(sections)
+        if fused and (not wanted or wanted == set(self.training_sections) - {"reduce"}):
+            assert self._fused is not None
+            prepared = self._prepare(self._fused, num_steps, outputs, tuple(schedule))
+            if not schedule and isinstance(outputs, str):
+                self._prepared[num_steps, outputs] = prepared
+            return self._run_fused(prepared, inputs, num_steps, tuple(schedule.values()))
+        if num_steps != 1 or schedule:
             raise UserError("run-loop", "several steps in one call need the fused step",
                             fix="run without sections=, out_grads= and keep_gradients=")  # fmt: skip
         if out_grads is not None:
             self._set_out_grads(out_grads)
-        result = Result(None, None, None)
+        result = Result(None, [])
         if "fwd" in wanted:
-            result = self._run_forward(inputs)
+            result = self._run_forward(inputs, outputs)
         elif inputs:
             raise UserError("run-inputs", "inputs were given, but the section fwd, which takes them, is not run",
                             found=f"sections {sorted(wanted)}", fix="add 'fwd' to sections, or give no inputs")  # fmt: skip
@@ -199,14 +229,29 @@ class Session:
             self._run_opt()
         return result
 
+    def loop(
+        self, loader: Iterable[Chunk], *, hyper: Mapping[str, Any] | None = None, outputs: str | Mapping[str, str] = "all"
+    ) -> Iterator[Result]:
+        """Train over a tilework.Loader, many steps in one call: yields the result of each call.
+
+        hyper   as in run(); an array has one value for each step of the whole pass.
+        """
+        chunks = getattr(loader, "chunks", None)
+        done = 0
+        for chunk in chunks(self.manifest.batch_dim) if chunks is not None else loader:
+            now = {k: _steps(k, v, done, chunk.num_steps) for k, v in (hyper or {}).items()}
+            yield self.run(*chunk.inputs, num_steps=chunk.num_steps, hyper=now or None, outputs=outputs)
+            done += chunk.num_steps
+
     def infer(self, *inputs: Any) -> Any:
         """The model in eval mode: its outputs, nothing changed. Works from any artifact."""
         self._need_weights()
         m = self.manifest
         outputs = [torch.empty(a.type.shape, dtype=DTYPES[a.type.dtype]) for a in m.infer_outputs]
-        plan, bound, _ = self._prepare("infer", 1)
-        bound.run(plan.take(inputs), outputs)
-        self._ran_forward = False
+        with self._lock:
+            plan, bound, _ = self._prepare("infer", 1)
+            bound.run(plan.take(inputs), outputs)
+            self._ran_forward = False
         return unflatten(m.infer_structure, iter(outputs))
 
     @property
@@ -232,15 +277,20 @@ class Session:
                             found=", ".join(map(str, sections)), expected=", ".join(have) or "infer() only")  # fmt: skip
         return set(sections) - {"reduce"}  # one replica: there is nothing to reduce over
 
-    def _prepare(self, program: str, num_steps: int) -> tuple[InputPlan, Bound, int]:
+    def _prepare(
+        self, program: str, num_steps: int, wanted: str | Mapping[str, str] = "all", scheduled: tuple[str, ...] = ()
+    ) -> tuple[InputPlan, Bound, OutputPlan]:
         """Everything about a kind of call that does not depend on its inputs, worked out once."""
-        found = self._prepared.get((program, num_steps))
+        key = (program, num_steps, wanted if isinstance(wanted, str) else tuple(wanted.items()), scheduled)
+        found = self._prepared.get(key)
         if found is not None:
             return found
         m = self.manifest
         infer, accumulates = program == "infer", program == "accumulate"
         expected = m.inputs[: m.num_model_inputs] if infer else m.inputs
-        outputs = [f"infer/{a.name}" for a in m.infer_outputs] if infer else [f"output/{a.name}" for a in m.outputs]
+        count = num_steps * (m.num_micro_batches if accumulates else 1)
+        plan = InputPlan(expected, m.input_structure, count, m.batch_dim)
+        outputs = OutputPlan(m, wanted, num_steps, count)
         writes = m.programs[program].writes
         call = Call(
             micro=program,
@@ -248,55 +298,44 @@ class Session:
             num_steps=num_steps,
             num_micro_batches=m.num_micro_batches if accumulates else 1,
             inputs=tuple(f"input/{a.name}" for a in expected),
-            outputs=tuple(outputs),
+            shared=tuple(plan.shared),
+            scheduled=scheduled,
+            outputs=tuple([f"infer/{a.name}" for a in m.infer_outputs] if infer else [f"output/{n}" for n in outputs.names]),
+            how=() if infer else outputs.how,
             zeroed=tuple(b for b in writes if b.startswith("grad/") and not b.startswith("grad/input/")) if accumulates else (),
             new_seed=not infer,
             stop_at_nan=f"output/{m.losses[0]}" if self.nan_error and m.losses and not infer else None,
         )
-        plan = InputPlan(expected, m.input_structure, call.count, m.batch_dim)
-        self._prepared[program, num_steps] = found = (plan, self._device.bind(call), call.count)
+        self._keeps_gradients[program] = {b for b in self.buffers if b.startswith("grad/")} <= set(writes)
+        self._prepared[key] = found = (plan, self._device.bind(call), outputs)
         return found
 
-    def _run_fused(self, inputs: tuple[Any, ...], num_steps: int) -> Result:
-        program = self._fused
-        assert program is not None
-        result = self._run_micro(program, inputs, num_steps)
+    def _run_fused(
+        self, prepared: tuple[InputPlan, Bound, OutputPlan], inputs: tuple[Any, ...], num_steps: int, schedule: Sequence[Tensor]
+    ) -> Result:
+        result = self._call(prepared, inputs, schedule)
         self._ran_forward = False
-        self._kept_gradients = {b for b in self.buffers if b.startswith("grad/")} <= set(self.manifest.programs[program].writes)
+        self._kept_gradients = self._keeps_gradients[self._fused or ""]
         self.num_steps += num_steps
         return result
 
-    def _run_forward(self, inputs: tuple[Any, ...]) -> Result:
+    def _run_forward(self, inputs: tuple[Any, ...], outputs: str | Mapping[str, str]) -> Result:
         self._need_program("fwd")
-        result = self._run_micro("fwd", inputs, 1)
+        result = self._call(self._prepare("fwd", 1, outputs), inputs, ())
         self._ran_forward = True
         return result
 
-    def _run_micro(self, program: str, inputs: tuple[Any, ...], num_steps: int) -> Result:
-        plan, bound, count = self._prepare(program, num_steps)
-        outputs = [torch.empty(shape if count == 1 else (count, *shape), dtype=dtype) for _, shape, dtype in self._outputs]
+    def _call(self, prepared: tuple[InputPlan, Bound, OutputPlan], inputs: tuple[Any, ...], schedule: Sequence[Tensor]) -> Result:
+        plan, bound, outputs = prepared
+        raw = outputs.make()
         try:
-            bound.run(plan.take(inputs), outputs)
+            bound.run(plan.take(inputs), raw, schedule)
         except NotANumber as e:
             raise UserError(
                 "loss-nan", f"the loss is not a number at step {self.num_steps + e.step + 1}",
                 fix="lower the learning rate, clip the gradients (clip_norm), or look at the inputs of that step",
             ) from e  # fmt: skip
-        return self._result(outputs, count)
-
-    def _result(self, outputs: list[Tensor], count: int) -> Result:
-        m = self.manifest
-        loss = losses = None
-        for i in self._loss_positions:
-            losses = outputs[i] if losses is None else losses + outputs[i]
-        if losses is not None:
-            if count == 1:
-                loss, losses = losses, losses.unsqueeze(0)
-            else:
-                loss = losses.mean(0) if m.accumulate == "mean" else losses.sum(0)
-        own = outputs[1:] if m.separate_loss else outputs
-        leaves = own if count == 1 else [joined(o, m.batch_dim) for o in own]
-        return Result(loss, unflatten(m.output_structure, iter(leaves)), losses)
+        return Result(outputs, raw)
 
     def _run_backward(self, given: bool) -> None:
         self._need_program("bwd")
@@ -320,11 +359,9 @@ class Session:
 
     def _section(self, program: str) -> None:
         """A section that takes nothing from the caller and gives nothing back."""
-        key = (program, 1)
-        if key not in self._prepared:
-            nothing = InputPlan([], ["tuple"], 1, None)
-            self._prepared[key] = (nothing, self._device.bind(Call(micro=program, new_seed=False)), 1)
-        self._prepared[key][1].run((), ())
+        if program not in self._sections_bound:
+            self._sections_bound[program] = self._device.bind(Call(micro=program, new_seed=False))
+        self._sections_bound[program].run((), ())
 
     def _set_out_grads(self, given: Mapping[str, Tensor] | Sequence[Tensor | None]) -> None:
         names = [a.name for a in self.manifest.outputs if f"outgrad/{a.name}" in self.buffers]
@@ -434,6 +471,7 @@ class Session:
         """Free what the device holds. The session cannot run afterwards; its tensors can still be read."""
         self._closed = True
         self._prepared.clear()
+        self._sections_bound.clear()
         self._device.close()
 
     def __enter__(self) -> Session:
@@ -470,6 +508,17 @@ def _several(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer])
 
 def _names(tensors: Mapping[str, Tensor]) -> dict[int, str]:
     return {id(t): k.removeprefix("param/") for k, t in tensors.items() if k.startswith("param/")}
+
+
+def _steps(name: str, value: Any, start: int, count: int) -> Any:
+    """The part of a schedule for steps start to start + count; numbers as they are."""
+    if not hasattr(value, "__len__"):
+        return value
+    part = value[start : start + count]
+    if len(part) < count:
+        raise UserError("hyper-unknown", f"the schedule of {name} is shorter than the data",
+                        found=f"{len(value)} values", expected=f"one for each step, {start + count} by now")  # fmt: skip
+    return part
 
 
 def _free_memory() -> int | None:

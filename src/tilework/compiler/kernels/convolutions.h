@@ -11,37 +11,39 @@ namespace tilework {
 
 struct Conv {
   int64_t n, c, h, w, o, kh, kw, oh, ow, groups, sh, sw, ph, pw, dh, dw;
-  int64_t channels() const { return c / groups; }             // of one group
-  int64_t outputs() const { return o / groups; }
-  int64_t depth() const { return channels() * kh * kw; }      // rows of the unfolded image, for one group
-  int64_t places() const { return oh * ow; }                  // its columns
-  int64_t width() const { return w + 2 * pw; }                // of a wide plane
-  int64_t used() const { return (oh - 1) * width() + ow; }    // the part of it where outputs lie
-  int64_t shift(int64_t i, int64_t j) const { return i * dh * width() + j * dw; }
-  int64_t vectors() const { return (used() + kLanes - 1) / kLanes; }
+  constexpr int64_t channels() const { return c / groups; }             // of one group
+  constexpr int64_t outputs() const { return o / groups; }
+  constexpr int64_t depth() const { return channels() * kh * kw; }      // rows of the unfolded image, for one group
+  constexpr int64_t places() const { return oh * ow; }                  // its columns
+  constexpr int64_t width() const { return w + 2 * pw; }                // of a wide plane
+  constexpr int64_t used() const { return (oh - 1) * width() + ow; }    // the part of it where outputs lie
+  constexpr int64_t shift(int64_t i, int64_t j) const { return i * dh * width() + j * dw; }
+  constexpr int64_t vectors() const { return (used() + kLanes - 1) / kLanes; }
   // Floats of a plane, with room for the last block of vectors to reach beyond it.
-  int64_t plane() const { return (std::max((h + 2 * ph) * width(), used()) + shift(kh - 1, kw - 1) + 9 * kLanes) / kLanes * kLanes; }
-  int64_t work() const { return n * o * places() * depth(); }
+  constexpr int64_t plane() const { return (std::max((h + 2 * ph) * width(), used()) + shift(kh - 1, kw - 1) + 9 * kLanes) / kLanes * kLanes; }
+  constexpr int64_t work() const { return n * o * places() * depth(); }
 };
 
 // Below this many multiplications a convolution stays on the calling thread.
 constexpr int64_t kSerialConv = 1 << 21;
 
 // h x w values into the middle of a wide plane; everything else becomes zero.
-static inline void widen(const Conv& v, const float* from, int64_t rows, int64_t columns, int64_t top, int64_t left, float* plane) {
+template <Conv v>
+static inline void widen(const float* from, int64_t rows, int64_t columns, int64_t top, int64_t left, float* plane) {
   memset(plane, 0, v.plane() * sizeof(float));
   for (int64_t y = 0; y < rows; ++y) memcpy(plane + (y + top) * v.width() + left, from + y * columns, columns * sizeof(float));
 }
 
 // The same the other way round.
-static inline void narrow(const Conv& v, const float* plane, int64_t rows, int64_t columns, int64_t top, int64_t left, float* to) {
+template <Conv v>
+static inline void narrow(const float* plane, int64_t rows, int64_t columns, int64_t top, int64_t left, float* to) {
   for (int64_t y = 0; y < rows; ++y) memcpy(to + y * columns, plane + (y + top) * v.width() + left, columns * sizeof(float));
 }
 
 // OB outputs x XB vectors of the wide result, all taps
-template <int OB, int XB>
-static inline void forward_block(const Conv& v, const float* planes, const float* weight, float* wide) {
-  const int64_t plane = v.plane(), depth = v.depth();
+template <Conv v, int OB, int XB>
+static inline void forward_block(const float* planes, const float* weight, float* wide) {
+  constexpr int64_t plane = v.plane(), depth = v.depth();
   Vec total[OB][XB] = {};
   for (int64_t c = 0; c < v.channels(); ++c)
     for (int64_t i = 0; i < v.kh; ++i)
@@ -50,7 +52,7 @@ static inline void forward_block(const Conv& v, const float* planes, const float
         const float* tap = weight + (c * v.kh + i) * v.kw + j;
         Vec image[XB];
 #pragma GCC unroll 8
-        for (int b = 0; b < XB; ++b) image[b] = load(x + b * kLanes);
+        for (int b = 0; b < XB; ++b) image[b] = load(x + b * kLanes), hold(image[b]);
 #pragma GCC unroll 8
         for (int o = 0; o < OB; ++o) {
           const Vec factor = all(tap[o * depth]);
@@ -62,85 +64,88 @@ static inline void forward_block(const Conv& v, const float* planes, const float
     for (int b = 0; b < XB; ++b) store(wide + o * plane + b * kLanes, total[o][b]);
 }
 
-template <int OB>
-static inline void forward_rows(const Conv& v, const float* planes, const float* weight, float* wide, float* out) {
-  constexpr int XB = kManyRegisters ? 4 : 2;
-  int64_t b = 0;
-  for (; b + XB <= v.vectors(); b += XB) forward_block<OB, XB>(v, planes + b * kLanes, weight, wide + b * kLanes);
-  for (; b < v.vectors(); ++b) forward_block<OB, 1>(v, planes + b * kLanes, weight, wide + b * kLanes);
-  for (int o = 0; o < OB; ++o) narrow(v, wide + o * v.plane(), v.oh, v.ow, 0, 0, out + o * v.places());
+template <Conv v, int OB>
+static inline void forward_rows(const float* planes, const float* weight, float* wide, float* out) {
+  pieces<kManyRegisters ? 5 : 2, v.vectors()>([&]<int XB>(int64_t b) {
+    forward_block<v, OB, XB>(planes + b * kLanes, weight, wide + b * kLanes);
+  });
+  for (int o = 0; o < OB; ++o) narrow<v>(wide + o * v.plane(), v.oh, v.ow, 0, 0, out + o * v.places());
 }
 
-static inline void forward_image(const Conv& v, const float* x, const float* weight, float* out) {
+template <Conv v>
+static inline void forward_image(const float* x, const float* weight, float* out) {
   static thread_local Scratch room;
   float* planes = room.take((v.channels() + 4) * v.plane());
   float* wide = planes + v.channels() * v.plane();
   for (int64_t g = 0; g < v.groups; ++g) {
     for (int64_t c = 0; c < v.channels(); ++c)
-      widen(v, x + (g * v.channels() + c) * v.h * v.w, v.h, v.w, v.ph, v.pw, planes + c * v.plane());
+      widen<v>(x + (g * v.channels() + c) * v.h * v.w, v.h, v.w, v.ph, v.pw, planes + c * v.plane());
     for (int64_t o = 0; o < v.outputs();) {
       const float* w = weight + (g * v.outputs() + o) * v.depth();
       float* to = out + (g * v.outputs() + o) * v.places();
       const int64_t left = v.outputs() - o;
-      if (left >= 4) forward_rows<4>(v, planes, w, wide, to), o += 4;
-      else if (left >= 2) forward_rows<2>(v, planes, w, wide, to), o += 2;
-      else forward_rows<1>(v, planes, w, wide, to), o += 1;
+      if (left >= 4) forward_rows<v, 4>(planes, w, wide, to), o += 4;
+      else if (left >= 2) forward_rows<v, 2>(planes, w, wide, to), o += 2;
+      else forward_rows<v, 1>(planes, w, wide, to), o += 1;
     }
   }
 }
 
 // One tap of one input channel: XB vectors of the weighted sum over outputs, added where the tap points
-template <int XB>
-static inline void input_block(const Conv& v, const float* grads, const float* tap, float* to) {
-  const int64_t plane = v.plane(), depth = v.depth();
+template <Conv v, int XB>
+static inline void input_block(const float* grads, const float* tap, float* to) {
+  constexpr int64_t plane = v.plane(), depth = v.depth();
   Vec total[XB];
-#pragma GCC unroll 8
+#pragma GCC unroll 16
   for (int b = 0; b < XB; ++b) total[b] = load(to + b * kLanes);
   for (int64_t o = 0; o < v.outputs(); ++o) {
     const Vec factor = all(tap[o * depth]);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int b = 0; b < XB; ++b) total[b] = fma(factor, load(grads + o * plane + b * kLanes), total[b]);
   }
-#pragma GCC unroll 8
+#pragma GCC unroll 16
   for (int b = 0; b < XB; ++b) store(to + b * kLanes, total[b]);
 }
 
-static inline void input_image(const Conv& v, const float* grad, const float* weight, float* out) {
+template <Conv v>
+static inline void input_image(const float* grad, const float* weight, float* out) {
   static thread_local Scratch room;
   float* grads = room.take((v.outputs() + 1) * v.plane());
   float* wide = grads + v.outputs() * v.plane();
   for (int64_t g = 0; g < v.groups; ++g) {
     for (int64_t o = 0; o < v.outputs(); ++o)
-      widen(v, grad + (g * v.outputs() + o) * v.places(), v.oh, v.ow, 0, 0, grads + o * v.plane());
+      widen<v>(grad + (g * v.outputs() + o) * v.places(), v.oh, v.ow, 0, 0, grads + o * v.plane());
     for (int64_t c = 0; c < v.channels(); ++c) {
       memset(wide, 0, v.plane() * sizeof(float));
       for (int64_t i = 0; i < v.kh; ++i)
         for (int64_t j = 0; j < v.kw; ++j) {
           const float* tap = weight + g * v.outputs() * v.depth() + (c * v.kh + i) * v.kw + j;
           float* to = wide + v.shift(i, j);
-          int64_t b = 0;
-          for (; b + 8 <= v.vectors(); b += 8) input_block<8>(v, grads + b * kLanes, tap, to + b * kLanes);
-          for (; b + 4 <= v.vectors(); b += 4) input_block<4>(v, grads + b * kLanes, tap, to + b * kLanes);
-          for (; b < v.vectors(); ++b) input_block<1>(v, grads + b * kLanes, tap, to + b * kLanes);
+          pieces<10, v.vectors()>([&]<int XB>(int64_t b) { input_block<v, XB>(grads + b * kLanes, tap, to + b * kLanes); });
         }
-      narrow(v, wide, v.h, v.w, v.ph, v.pw, out + (g * v.channels() + c) * v.h * v.w);
+      narrow<v>(wide, v.h, v.w, v.ph, v.pw, out + (g * v.channels() + c) * v.h * v.w);
     }
   }
 }
 
+// ---- gradient of the weights, in one of two ways ----
+// By dots: vectors run along the image, one sum for each output and tap. By outputs: vectors run along the outputs, whose
+// gradients are turned round for it; no lanes have to be added up, but it pays only where outputs fill a vector.
+
 // OB outputs x JB neighbouring taps, summed over all images; `step` floats from one output's gradients to the next
-template <int OB, int JB>
-static inline void weight_block(const Conv& v, const float* planes, const float* grads, int64_t step, float* out) {
+template <Conv v, int OB, int JB>
+static inline void weight_dots(const float* planes, const float* grads, int64_t step, float* out) {
   Vec total[(OB * JB + kLanes - 1) / kLanes * kLanes] = {};
   for (int64_t n = 0; n < v.n; ++n) {
     const float *x = planes + n * v.plane(), *g = grads + n * v.plane();
     for (int64_t b = 0; b < v.vectors(); ++b, x += kLanes, g += kLanes) {
       Vec given[OB];
 #pragma GCC unroll 8
-      for (int o = 0; o < OB; ++o) given[o] = load(g + o * step);
+      for (int o = 0; o < OB; ++o) given[o] = load(g + o * step), hold(given[o]);
 #pragma GCC unroll 8
       for (int j = 0; j < JB; ++j) {
-        const Vec image = load(x + j * v.dw);
+        Vec image = load(x + j * v.dw);
+        hold(image);
 #pragma GCC unroll 8
         for (int o = 0; o < OB; ++o) total[o * JB + j] = fma(given[o], image, total[o * JB + j]);
       }
@@ -152,43 +157,91 @@ static inline void weight_block(const Conv& v, const float* planes, const float*
     for (int j = 0; j < JB; ++j) out[o * v.depth() + j] = found[o * JB + j];
 }
 
-template <int OB>
-static inline void weight_rows(const Conv& v, const float* planes, const float* grads, int64_t step, float* out) {
-  constexpr int JB = kManyRegisters ? 5 : 2;
-  for (int64_t i = 0; i < v.kh; ++i) {
-    int64_t j = 0;
-    for (; j + JB <= v.kw; j += JB) weight_block<OB, JB>(v, planes + v.shift(i, j), grads, step, out + i * v.kw + j);
-    for (; j + 3 <= v.kw; j += 3) weight_block<OB, 3>(v, planes + v.shift(i, j), grads, step, out + i * v.kw + j);
-    for (; j < v.kw; ++j) weight_block<OB, 1>(v, planes + v.shift(i, j), grads, step, out + i * v.kw + j);
-  }
+template <Conv v, int OB>
+static inline void weight_rows(const float* planes, const float* grads, int64_t step, float* out) {
+  for (int64_t i = 0; i < v.kh; ++i)
+    pieces<kManyRegisters ? 5 : 2, v.kw>([&]<int JB>(int64_t j) {
+      weight_dots<v, OB, JB>(planes + v.shift(i, j), grads, step, out + i * v.kw + j);
+    });
 }
 
-static inline void weight_wide(const Conv& v, const float* grad, const float* x, float* out) {
+// IB x JB taps of one channel x kLanes outputs. turned: [n][places][lanes] gradients; found: [taps][lanes]
+template <Conv v, int IB, int JB>
+static inline void weight_outputs(const float* planes, const float* turned, float* found) {
+  Vec total[IB][JB] = {};
+  for (int64_t n = 0; n < v.n; ++n)
+    for (int64_t y = 0; y < v.oh; ++y) {
+      const float* x = planes + n * v.plane() + y * v.width();
+      for (int64_t column = 0; column < v.ow; ++column, ++x, turned += kLanes) {
+        Vec given = load(turned);
+        hold(given);
+#pragma GCC unroll 8
+        for (int i = 0; i < IB; ++i)
+#pragma GCC unroll 8
+          for (int j = 0; j < JB; ++j) total[i][j] = fma(all(x[v.shift(i, j)]), given, total[i][j]);
+      }
+    }
+  for (int i = 0; i < IB; ++i)
+    for (int j = 0; j < JB; ++j) store(found + (i * v.kw + j) * kLanes, total[i][j]);
+}
+
+template <Conv v>
+static inline void weight_wide(const float* grad, const float* x, float* out) {
   static thread_local Scratch room;
   // [group's channels][n][plane], then [group's outputs][n][plane]: the images of one channel lie in a row
-  const int64_t step = v.n * v.plane();
-  float* planes = room.take((v.channels() + v.outputs()) * step);
+  constexpr int64_t step = v.n * v.plane(), blocks = (v.outputs() + kLanes - 1) / kLanes;
+  constexpr bool by_outputs = blocks * v.n * v.places() < v.outputs() * (v.n * v.vectors() + 5);
+  constexpr int64_t turned_size = blocks * v.n * v.places() * kLanes;
+  float* planes = room.take(v.channels() * step + (by_outputs ? turned_size : v.outputs() * step));
   float* grads = planes + v.channels() * step;
   for (int64_t g = 0; g < v.groups; ++g) {
+    const float* given = grad + g * v.outputs() * v.places();
+    float* weights = out + g * v.outputs() * v.depth();
+    if constexpr (by_outputs) memset(grads, 0, turned_size * sizeof(float));
     for (int64_t n = 0; n < v.n; ++n) {
       for (int64_t c = 0; c < v.channels(); ++c)
-        widen(v, x + (n * v.c + g * v.channels() + c) * v.h * v.w, v.h, v.w, v.ph, v.pw, planes + c * step + n * v.plane());
-      for (int64_t o = 0; o < v.outputs(); ++o)
-        widen(v, grad + (n * v.o + g * v.outputs() + o) * v.places(), v.oh, v.ow, 0, 0, grads + o * step + n * v.plane());
+        widen<v>(x + (n * v.c + g * v.channels() + c) * v.h * v.w, v.h, v.w, v.ph, v.pw, planes + c * step + n * v.plane());
+      for (int64_t o = 0; o < v.outputs(); ++o) {
+        const float* from = given + (n * v.o + o) * v.places();
+        float* to = grads + ((o / kLanes * v.n + n) * v.places()) * kLanes + o % kLanes;
+        if constexpr (by_outputs)
+          for (int64_t p = 0; p < v.places(); ++p) to[p * kLanes] = from[p];
+        else
+          widen<v>(from, v.oh, v.ow, 0, 0, grads + o * step + n * v.plane());
+      }
     }
 #pragma omp parallel for if (v.work() >= kSerialConv) schedule(static)
-    for (int64_t c = 0; c < v.channels(); ++c)
-      for (int64_t o = 0; o < v.outputs();) {
-        float* to = out + (g * v.outputs() + o) * v.depth() + c * v.kh * v.kw;
-        if (o + 4 <= v.outputs()) weight_rows<4>(v, planes + c * step, grads + o * step, step, to), o += 4;
-        else weight_rows<1>(v, planes + c * step, grads + o * step, step, to), o += 1;
+    for (int64_t c = 0; c < v.channels(); ++c) {
+      if constexpr (by_outputs) {
+        constexpr int kMost = kManyRegisters ? 5 : 3;
+        static thread_local Scratch sums_room;
+        float* found = sums_room.take(v.kh * v.kw * kLanes);
+        for (int64_t b = 0; b < blocks; ++b) {
+          pieces<kMost, v.kh>([&]<int IB>(int64_t i) {
+            pieces<kMost, v.kw>([&]<int JB>(int64_t j) {
+              weight_outputs<v, IB, JB>(planes + c * step + v.shift(i, j), grads + b * v.n * v.places() * kLanes,
+                                     found + (i * v.kw + j) * kLanes);
+            });
+          });
+          for (int64_t o = b * kLanes; o < std::min((b + 1) * kLanes, v.outputs()); ++o)
+            for (int64_t t = 0; t < v.kh * v.kw; ++t)
+              weights[o * v.depth() + c * v.kh * v.kw + t] = found[t * kLanes + o % kLanes];
+        }
+      } else {
+        for (int64_t o = 0; o < v.outputs();) {
+        float* to = weights + o * v.depth() + c * v.kh * v.kw;
+        if (o + 3 <= v.outputs()) weight_rows<v, 3>(planes + c * step, grads + o * step, step, to), o += 3;
+        else weight_rows<v, 1>(planes + c * step, grads + o * step, step, to), o += 1;
+        }
       }
+    }
   }
 }
 
 // ---- other strides: columns[depth][places] of one group of one image ----
 
-static inline void unfold(const Conv& v, const float* image, float* columns) {
+template <Conv v>
+static inline void unfold(const float* image, float* columns) {
   for (int64_t c = 0; c < v.channels(); ++c)
     for (int64_t i = 0; i < v.kh; ++i)
       for (int64_t j = 0; j < v.kw; ++j)
@@ -203,7 +256,8 @@ static inline void unfold(const Conv& v, const float* image, float* columns) {
 }
 
 // adds columns back to where unfold took them from
-static inline void fold(const Conv& v, const float* columns, float* image) {
+template <Conv v>
+static inline void fold(const float* columns, float* image) {
   for (int64_t c = 0; c < v.channels(); ++c)
     for (int64_t i = 0; i < v.kh; ++i)
       for (int64_t j = 0; j < v.kw; ++j)
@@ -218,30 +272,32 @@ static inline void fold(const Conv& v, const float* columns, float* image) {
         }
 }
 
-// ---- what the generated code calls; out, x, weight and grad are dense ----
+// ---- what the generated code calls; out, x, weight and grad are dense. Each shape gets code of its own ----
 
-static inline void small_conv(float* out, const float* x, const float* weight, Conv v) {
+template <Conv v>
+static inline void small_conv(float* out, const float* x, const float* weight) {
 #pragma omp parallel for if (v.n > 1 && v.work() >= kSerialConv) schedule(static)
   for (int64_t n = 0; n < v.n; ++n) {
-    if (v.sh == 1 && v.sw == 1) {
-      forward_image(v, x + n * v.c * v.h * v.w, weight, out + n * v.o * v.places());
+    if constexpr (v.sh == 1 && v.sw == 1) {
+      forward_image<v>(x + n * v.c * v.h * v.w, weight, out + n * v.o * v.places());
       continue;
     }
     static thread_local Scratch room;
     float* columns = room.take(v.depth() * v.places());
     for (int64_t g = 0; g < v.groups; ++g) {
-      unfold(v, x + (n * v.c + g * v.channels()) * v.h * v.w, columns);
+      unfold<v>(x + (n * v.c + g * v.channels()) * v.h * v.w, columns);
       gemm({weight + g * v.outputs() * v.depth(), v.outputs(), v.depth(), v.depth(), false},
            {columns, v.depth(), v.places(), v.places(), false}, out + (n * v.o + g * v.outputs()) * v.places(), v.places(), 1.0f, 0.0f);
     }
   }
 }
 
-static inline void small_conv_input_grad(float* out, const float* grad, const float* weight, Conv v) {
+template <Conv v>
+static inline void small_conv_input_grad(float* out, const float* grad, const float* weight) {
 #pragma omp parallel for if (v.n > 1 && v.work() >= kSerialConv) schedule(static)
   for (int64_t n = 0; n < v.n; ++n) {
-    if (v.sh == 1 && v.sw == 1) {
-      input_image(v, grad + n * v.o * v.places(), weight, out + n * v.c * v.h * v.w);
+    if constexpr (v.sh == 1 && v.sw == 1) {
+      input_image<v>(grad + n * v.o * v.places(), weight, out + n * v.c * v.h * v.w);
       continue;
     }
     static thread_local Scratch room;
@@ -252,18 +308,19 @@ static inline void small_conv_input_grad(float* out, const float* grad, const fl
       gemm({weight + g * v.outputs() * v.depth(), v.depth(), v.outputs(), v.depth(), true},
            {grad + (n * v.o + g * v.outputs()) * v.places(), v.outputs(), v.places(), v.places(), false}, columns, v.places(), 1.0f,
            0.0f);
-      fold(v, columns, image);
+      fold<v>(columns, image);
     }
   }
 }
 
-static inline void small_conv_weight_grad(float* out, const float* grad, const float* x, Conv v) {
-  if (v.sh == 1 && v.sw == 1) return weight_wide(v, grad, x, out);
+template <Conv v>
+static inline void small_conv_weight_grad(float* out, const float* grad, const float* x) {
+  if constexpr (v.sh == 1 && v.sw == 1) return weight_wide<v>(grad, x, out);
   static thread_local Scratch room;
   float* columns = room.take(v.depth() * v.places());
   for (int64_t n = 0; n < v.n; ++n)  // one image after the other: the sum has one order, whatever the number of threads
     for (int64_t g = 0; g < v.groups; ++g) {
-      unfold(v, x + (n * v.c + g * v.channels()) * v.h * v.w, columns);
+      unfold<v>(x + (n * v.c + g * v.channels()) * v.h * v.w, columns);
       gemm({grad + (n * v.o + g * v.outputs()) * v.places(), v.outputs(), v.places(), v.places(), false},
            {columns, v.places(), v.depth(), v.places(), true}, out + g * v.outputs() * v.depth(), v.depth(), 1.0f, n == 0 ? 0.0f : 1.0f);
     }

@@ -12,43 +12,97 @@ struct Pool {
 // Work below this many elements stays on the calling thread.
 constexpr int64_t kSerialPool = 1 << 15;
 
-// The larger, where `right` counts only if it is larger or not a number: torch's rule, so that the first maximum wins.
-static inline Vec larger(Vec left, Vec right) { return (right > left) | (right != right) ? right : left; }
+template <int N>
+struct LanesOf;
+#define TILEWORK_LANES(n)                                                          \
+  template <>                                                                      \
+  struct LanesOf<n> {                                                              \
+    typedef float V __attribute__((vector_size(n * 4)));                           \
+    typedef float Loose __attribute__((vector_size(n * 4), aligned(4), may_alias)); \
+    typedef int32_t I __attribute__((vector_size(n * 4)));                         \
+  }
+TILEWORK_LANES(4);
+TILEWORK_LANES(8);
+TILEWORK_LANES(16);
+#undef TILEWORK_LANES
+
+// Windows of 2 x 2 side by side, N of them at once. Elements are compared in the order of the window, and a later one counts
+// only if it is larger or not a number: torch's rule.
+template <int N>
+struct Pairs {
+  typedef typename LanesOf<N>::V V;
+  typedef typename LanesOf<N>::Loose Loose;
+  typedef typename LanesOf<N>::I I;
+  static V read(const float* p) { return *reinterpret_cast<const Loose*>(p); }
+  static void write(float* p, V v) { *reinterpret_cast<Loose*>(p) = v; }
+  static V larger(V left, V right) { return (right > left) | (right != right) ? right : left; }
+  // every second of 2 N floats, from p or from p + 1
+  static V half(const float* p, int from) {
+    I which;
+    for (int i = 0; i < N; ++i) which[i] = 2 * i + from;
+    return __builtin_shuffle(read(p), read(p + N), which);
+  }
+  static void pool(const float* a, const float* b, float* to) {
+    write(to, larger(larger(larger(half(a, 0), half(a, 1)), half(b, 0)), half(b, 1)));
+  }
+  static void spread(V first, V second, float* to) {
+    I low, high;
+    for (int i = 0; i < N; ++i) low[i] = i / 2 + (i % 2 ? N : 0), high[i] = N / 2 + i / 2 + (i % 2 ? N : 0);
+    write(to, __builtin_shuffle(first, second, low));
+    write(to + N, __builtin_shuffle(first, second, high));
+  }
+  static void grad(const float* a, const float* b, const float* top, const float* given, float* oa, float* ob) {
+    const V best = read(top), g = read(given), none = {};
+    const I m0 = half(a, 0) == best, m1 = (half(a, 1) == best) & ~m0, m2 = (half(b, 0) == best) & ~(m0 | m1), m3 = ~(m0 | m1 | m2);
+    spread(m0 ? g : none, m1 ? g : none, oa);
+    spread(m2 ? g : none, m3 ? g : none, ob);
+  }
+};
+
+static inline void pool_row(const float* a, const float* b, int64_t ow, float* to) {
+  int64_t x = 0;
+  for (; x + kLanes <= ow; x += kLanes) Pairs<kLanes>::pool(a + 2 * x, b + 2 * x, to + x);
+  for (; x + 4 <= ow; x += 4) Pairs<4>::pool(a + 2 * x, b + 2 * x, to + x);
+  for (; x < ow; ++x) {
+    float best = a[2 * x];
+    for (const float next : {a[2 * x + 1], b[2 * x], b[2 * x + 1]}) best = (next > best) | (next != next) ? next : best;
+    to[x] = best;
+  }
+}
+
+static inline void pool_row_grad(const float* a, const float* b, const float* top, const float* g, int64_t ow, float* oa, float* ob) {
+  int64_t x = 0;
+  for (; x + kLanes <= ow; x += kLanes) Pairs<kLanes>::grad(a + 2 * x, b + 2 * x, top + x, g + x, oa + 2 * x, ob + 2 * x);
+  for (; x + 4 <= ow; x += 4) Pairs<4>::grad(a + 2 * x, b + 2 * x, top + x, g + x, oa + 2 * x, ob + 2 * x);
+  for (; x < ow; ++x) {
+    const bool m0 = a[2 * x] == top[x], m1 = !m0 & (a[2 * x + 1] == top[x]), m2 = !m0 & !m1 & (b[2 * x] == top[x]);
+    oa[2 * x] = m0 ? g[x] : 0;
+    oa[2 * x + 1] = m1 ? g[x] : 0;
+    ob[2 * x] = m2 ? g[x] : 0;
+    ob[2 * x + 1] = m0 | m1 | m2 ? 0 : g[x];
+  }
+}
 
 static inline void max_pool(float* out, const float* x, int64_t planes, int64_t h, int64_t w, int64_t oh, int64_t ow, int64_t kh,
                             int64_t kw, int64_t sh, int64_t sw, int64_t ph, int64_t pw) {
   const Pool v{planes, h, w, oh, ow, kh, kw, sh, sw, ph, pw};
-  constexpr int64_t L = kLanes;
-  Ints even, odd;
-  for (int64_t i = 0; i < L; ++i) even[i] = 2 * i, odd[i] = 2 * i + 1;
 #pragma omp parallel for if (planes * h * w >= kSerialPool) schedule(static)
   for (int64_t p = 0; p < planes; ++p)
     for (int64_t y = 0; y < oh; ++y) {
       float* to = out + (p * oh + y) * ow;
-      int64_t ox = 0;
       if (v.halves()) {
-        const float *a = x + (p * h + 2 * y) * w, *b = a + w;
-        for (; ox + L <= ow; ox += L) {
-          const Vec a0 = load(a + 2 * ox), a1 = load(a + 2 * ox + L), b0 = load(b + 2 * ox), b1 = load(b + 2 * ox + L);
-          Vec best = larger(__builtin_shuffle(a0, a1, even), __builtin_shuffle(a0, a1, odd));
-          best = larger(best, __builtin_shuffle(b0, b1, even));
-          store(to + ox, larger(best, __builtin_shuffle(b0, b1, odd)));
-        }
-        for (; ox < ow; ++ox) {
-          float best = a[2 * ox];
-          for (const float next : {a[2 * ox + 1], b[2 * ox], b[2 * ox + 1]}) best = next > best || next != next ? next : best;
-          to[ox] = best;
-        }
+        const float* a = x + (p * h + 2 * y) * w;
+        pool_row(a, a + w, ow, to);
         continue;
       }
-      for (; ox < ow; ++ox) {
+      for (int64_t ox = 0; ox < ow; ++ox) {
         float best = -__builtin_inff();
         for (int64_t i = 0; i < kh; ++i)
           for (int64_t j = 0; j < kw; ++j) {
             const int64_t row = y * sh - ph + i, column = ox * sw - pw + j;
             if (row < 0 || row >= h || column < 0 || column >= w) continue;
             const float next = x[(p * h + row) * w + column];
-            best = next > best || next != next ? next : best;
+            best = (next > best) | (next != next) ? next : best;
           }
         to[ox] = best;
       }
@@ -61,47 +115,18 @@ static inline void max_pool_grad(float* out, const float* grad, const float* x, 
                                  int64_t w, int64_t oh, int64_t ow, int64_t kh, int64_t kw, int64_t sh, int64_t sw, int64_t ph,
                                  int64_t pw) {
   const Pool v{planes, h, w, oh, ow, kh, kw, sh, sw, ph, pw};
-  constexpr int64_t L = kLanes;
-  Ints low, high;
-  for (int64_t i = 0; i < L; ++i) {
-    low[i] = i / 2 + (i % 2 ? L : 0);
-    high[i] = L / 2 + i / 2 + (i % 2 ? L : 0);
-  }
-  Ints even, odd;
-  for (int64_t i = 0; i < L; ++i) even[i] = 2 * i, odd[i] = 2 * i + 1;
   const bool whole = v.halves() && h == 2 * oh && w == 2 * ow;  // every element belongs to a window
 #pragma omp parallel for if (planes * h * w >= kSerialPool) schedule(static)
   for (int64_t p = 0; p < planes; ++p) {
     if (!whole) memset(out + p * h * w, 0, h * w * sizeof(float));
     for (int64_t y = 0; y < oh; ++y) {
       const float *g = grad + (p * oh + y) * ow, *top = pooled + (p * oh + y) * ow;
-      int64_t ox = 0;
       if (v.halves()) {
         const int64_t at = (p * h + 2 * y) * w;
-        const float *a = x + at, *b = a + w;
-        float *oa = out + at, *ob = oa + w;
-        for (; ox + L <= ow; ox += L) {
-          const Vec a0 = load(a + 2 * ox), a1 = load(a + 2 * ox + L), b0 = load(b + 2 * ox), b1 = load(b + 2 * ox + L);
-          const Vec best = load(top + ox), given = load(g + ox), none = {};
-          const Ints m0 = __builtin_shuffle(a0, a1, even) == best, m1 = (__builtin_shuffle(a0, a1, odd) == best) & ~m0;
-          const Ints m2 = (__builtin_shuffle(b0, b1, even) == best) & ~(m0 | m1);
-          const Ints m3 = ~(m0 | m1 | m2);
-          const Vec g0 = m0 ? given : none, g1 = m1 ? given : none, g2 = m2 ? given : none, g3 = m3 ? given : none;
-          store(oa + 2 * ox, __builtin_shuffle(g0, g1, low));
-          store(oa + 2 * ox + L, __builtin_shuffle(g0, g1, high));
-          store(ob + 2 * ox, __builtin_shuffle(g2, g3, low));
-          store(ob + 2 * ox + L, __builtin_shuffle(g2, g3, high));
-        }
-        for (; ox < ow; ++ox) {
-          const bool m0 = a[2 * ox] == top[ox], m1 = !m0 && a[2 * ox + 1] == top[ox], m2 = !m0 && !m1 && b[2 * ox] == top[ox];
-          oa[2 * ox] = m0 ? g[ox] : 0;
-          oa[2 * ox + 1] = m1 ? g[ox] : 0;
-          ob[2 * ox] = m2 ? g[ox] : 0;
-          ob[2 * ox + 1] = m0 || m1 || m2 ? 0 : g[ox];
-        }
+        pool_row_grad(x + at, x + at + w, top, g, ow, out + at, out + at + w);
         continue;
       }
-      for (; ox < ow; ++ox) {
+      for (int64_t ox = 0; ox < ow; ++ox) {
         int64_t chosen = -1;
         for (int64_t i = 0; i < kh; ++i)
           for (int64_t j = 0; j < kw; ++j) {

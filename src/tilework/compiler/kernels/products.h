@@ -32,28 +32,41 @@ static inline void gemm(const Matrix& a, const Matrix& b, float* out, int64_t ou
   if (alone) MKL_Set_Num_Threads_Local(before);
 }
 
-// out[0..count) = dot products of x[k] with `count` rows of `rows`, which are `leading` apart
+// total[0..COUNT) = lanes of the dot products of x[k] with COUNT rows, which are `leading` apart; what k leaves over is not in it
 template <int COUNT>
-static inline void dots(const float* x, const float* rows, int64_t leading, int64_t k, float* out) {
+static inline void dots(const float* x, const float* rows, int64_t leading, int64_t k, Vec* total) {
   constexpr int64_t L = kLanes;
-  Vec total[COUNT] = {}, more[COUNT] = {};
+  Vec one[COUNT] = {}, two[COUNT] = {};
   int64_t i = 0;
   for (; i + 2 * L <= k; i += 2 * L) {
-    const Vec v = load(x + i), w = load(x + i + L);
+    Vec v = load(x + i), w = load(x + i + L);
+    hold(v), hold(w);
 #pragma GCC unroll 8
     for (int r = 0; r < COUNT; ++r) {
-      total[r] = fma(v, load(rows + r * leading + i), total[r]);
-      more[r] = fma(w, load(rows + r * leading + i + L), more[r]);
+      one[r] = fma(v, load(rows + r * leading + i), one[r]);
+      two[r] = fma(w, load(rows + r * leading + i + L), two[r]);
     }
   }
-  for (; i + L <= k; i += L) {
-    const Vec v = load(x + i);
-    for (int r = 0; r < COUNT; ++r) total[r] = fma(v, load(rows + r * leading + i), total[r]);
+  if (i + L <= k) {
+    Vec v = load(x + i);
+    hold(v);
+#pragma GCC unroll 8
+    for (int r = 0; r < COUNT; ++r) one[r] = fma(v, load(rows + r * leading + i), one[r]);
   }
-  for (int r = 0; r < COUNT; ++r) {
-    float rest = 0;
-    for (int64_t j = i; j < k; ++j) rest += x[j] * rows[r * leading + j];
-    out[r] = sum(total[r] + more[r]) + rest;
+  for (int r = 0; r < COUNT; ++r) total[r] = one[r] + two[r];
+}
+
+// out[0..count) = dot products of x[k] with `count` rows, at most kLanes
+static inline void dot_rows(const float* x, const float* rows, int64_t leading, int64_t k, int64_t count, float* out) {
+  Vec total[kLanes] = {};
+  float found[kLanes];
+  int64_t r = 0;
+  for (; r + 4 <= count; r += 4) dots<4>(x, rows + r * leading, leading, k, total + r);
+  for (; r < count; ++r) dots<1>(x, rows + r * leading, leading, k, total + r);
+  store(found, sums(total));
+  for (r = 0; r < count; ++r) {
+    for (int64_t i = k / kLanes * kLanes; i < k; ++i) found[r] += x[i] * rows[r * leading + i];
+    out[r] = found[r];
   }
 }
 
@@ -77,13 +90,7 @@ static inline void vector_product(float* out, const float* x, const float* matri
   const bool parallel = k * n >= kSerialVector;
   if (by_rows) {
 #pragma omp parallel for if (parallel) schedule(static)
-    for (int64_t block = 0; block < (n + 3) / 4; ++block) {
-      const int64_t r = block * 4;
-      if (r + 4 <= n)
-        dots<4>(x, matrix + r * leading, leading, k, out + r);
-      else
-        for (int64_t i = r; i < n; ++i) dots<1>(x, matrix + i * leading, leading, k, out + i);
-    }
+    for (int64_t r = 0; r < n; r += kLanes) dot_rows(x, matrix + r * leading, leading, k, std::min(kLanes, n - r), out + r);
     return;
   }
 #pragma omp parallel for if (parallel) schedule(static)

@@ -27,6 +27,15 @@ typedef float Vec __attribute__((vector_size(kLanes * 4)));
 typedef float LooseVec __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
 typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));
 
+// Makes the compiler hold a vector in a register. Otherwise it loads it again for each use, which costs more than the use.
+static inline void hold(Vec& v) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(v));
+#elif defined(__AVX__)
+  asm("" : "+x"(v));
+#endif
+}
+
 static inline Vec load(const float* p) { return *reinterpret_cast<const LooseVec*>(p); }
 static inline void store(float* p, Vec v) { *reinterpret_cast<LooseVec*>(p) = v; }
 static inline Vec all(float x) { return x - Vec{}; }
@@ -65,6 +74,16 @@ static inline float sum(Vec v) {
   }
   total = v[0];
   return total;
+}
+
+// Cuts COUNT into pieces of at most MOST, as even as can be, and calls f.template operator()<size>(start) for each.
+template <int MOST, int64_t COUNT, class F>
+static inline void pieces(F f) {
+  constexpr int64_t number = (COUNT + MOST - 1) / MOST, size = COUNT / number, larger = COUNT % number;
+  int64_t at = 0;
+  if constexpr (larger > 0)
+    for (int64_t i = 0; i < larger; ++i, at += size + 1) f.template operator()<size + 1>(at);
+  for (int64_t i = larger; i < number; ++i, at += size) f.template operator()<size>(at);
 }
 
 // Memory that a kernel needs while it runs; kept for the next time, one a thread.

@@ -21,7 +21,10 @@ class Call:
     num_steps: int = 1
     num_micro_batches: int = 1
     inputs: tuple[str, ...] = ()  # buffers that get one slice of the caller's memory a micro-batch
-    outputs: tuple[str, ...] = ()  # buffers that are copied to one slice of the caller's memory a micro-batch
+    shared: tuple[bool, ...] = ()  # for each input: whether there is only one slice, for all micro-batches
+    scheduled: tuple[str, ...] = ()  # hyperparameter buffers that get one value of the caller's a step
+    outputs: tuple[str, ...] = ()  # buffers that are given to the caller's memory
+    how: tuple[str, ...] = ()  # for each output: "all", a slice a micro-batch; "last", the last one; "sum", one slice
     zeroed: tuple[str, ...] = ()  # buffers set to zero before each step
     new_seed: bool = True  # bwd keeps the seed of its fwd
     stop_at_nan: str | None = None  # the loss buffer to watch
@@ -41,9 +44,12 @@ class NotANumber(Exception):
 
 
 class Bound(Protocol):
-    """A call made ready once, to be run many times: on dense tensors with `count` slices each."""
+    """A call made ready once, to be run many times: on dense tensors with `count` slices each, `num_steps` for schedules.
+    Outputs that are sums must be zero before."""
 
-    def run(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None: ...
+    def run(
+        self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], scheduled: Sequence[torch.Tensor] = ()
+    ) -> None: ...
 
 
 class Device(Protocol):

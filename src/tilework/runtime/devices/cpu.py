@@ -29,7 +29,7 @@ class _Program(Structure):
 
 
 class _Copy(Structure):
-    _fields_ = (("buffer", c_void_p), ("outside", c_void_p), ("bytes", c_int64), ("stride", c_int64))
+    _fields_ = (("buffer", c_void_p), ("address", c_int64), ("bytes", c_int64), ("how", c_int32), ("dtype", c_int32))
 
 
 class _Random(Structure):
@@ -39,10 +39,15 @@ class _Random(Structure):
 class _Call(Structure):
     _fields_ = (
         ("num_steps", c_int64), ("num_micro_batches", c_int64), ("micro", _Program), ("update", _Program),
-        ("inputs", POINTER(_Copy)), ("num_inputs", c_int64), ("outputs", POINTER(_Copy)), ("num_outputs", c_int64),
-        ("zeroed", POINTER(_Copy)), ("num_zeroed", c_int64), ("random", POINTER(_Random)), ("steps_done", c_int64),
-        ("loss", c_void_p), ("stop_at_nan", c_int32),
+        ("inputs", POINTER(_Copy)), ("num_inputs", c_int64), ("scheduled", POINTER(_Copy)), ("num_scheduled", c_int64),
+        ("outputs", POINTER(_Copy)), ("num_outputs", c_int64), ("zeroed", POINTER(_Copy)), ("num_zeroed", c_int64),
+        ("random", POINTER(_Random)), ("steps_done", c_int64), ("loss", c_void_p),
     )  # fmt: skip
+
+
+_HOW = {"all": 0, "last": 1, "sum": 2, "shared": 3}  # the driver's enums
+_SUMS = {torch.float32: 0, torch.float64: 1, torch.int64: 2}
+SUMMABLE = tuple(_SUMS)
 
 
 def _open(name: str, code: bytes) -> ctypes.CDLL:
@@ -74,7 +79,7 @@ class Device:
         self.driver.tilework_tensor.argtypes = [c_void_p, c_int64, c_void_p, c_void_p, c_int32, POINTER(c_void_p)]
         self.driver.tilework_dtype.argtypes = [c_char_p]
         self.driver.tilework_free.argtypes = [c_void_p]
-        self.driver.tilework_call.argtypes = [POINTER(_Call), c_char_p, c_size_t]
+        self.driver.tilework_call.argtypes = [c_void_p, c_void_p, c_void_p, c_size_t]
         self.driver.tilework_call.restype = c_int
         self.error = ctypes.create_string_buffer(_ERROR_SIZE)
         self.random = _Random(0, 0, buffers["rng/seed"].data_ptr() if "rng/seed" in buffers else None)
@@ -124,45 +129,58 @@ class _Bound:
     """A call as the driver takes it, made once. Running it sets the caller's addresses and makes one native call."""
 
     def __init__(self, device: Device, call: Call) -> None:
-        self.inputs = self._copies(device, call.inputs)
-        self.outputs = self._copies(device, call.outputs)
-        self.zeroed = self._copies(device, call.zeroed)
+        self._num_addresses = 0
+        inputs = self._copies(device, call.inputs, ["shared" if s else "all" for s in call.shared or [False] * len(call.inputs)])
+        scheduled = self._copies(device, call.scheduled, ["all"] * len(call.scheduled))
+        outputs = self._copies(device, call.outputs, call.how or ["all"] * len(call.outputs))
+        zeroed = self._copies(device, call.zeroed, ["all"] * len(call.zeroed))
         native = self.native = _Call()
         native.num_steps, native.num_micro_batches = call.num_steps, call.num_micro_batches
         native.micro = device.programs[call.micro]
         if call.update:
             native.update = device.programs[call.update]
-        native.inputs, native.num_inputs = self.inputs, len(self.inputs)
-        native.outputs, native.num_outputs = self.outputs, len(self.outputs)
-        native.zeroed, native.num_zeroed = self.zeroed, len(self.zeroed)
+        native.inputs, native.num_inputs = inputs, len(inputs)
+        native.scheduled, native.num_scheduled = scheduled, len(scheduled)
+        native.outputs, native.num_outputs = outputs, len(outputs)
+        native.zeroed, native.num_zeroed = zeroed, len(zeroed)
         if call.new_seed and device.random.seed:  # null where the step draws no random numbers
             native.random = ctypes.pointer(device.random)
         if call.stop_at_nan and device.buffers[call.stop_at_nan].dtype == torch.float32:
-            native.loss, native.stop_at_nan = device.buffers[call.stop_at_nan].data_ptr(), 1
+            native.loss = device.buffers[call.stop_at_nan].data_ptr()
+        self.addresses = (c_int64 * max(1, self._num_addresses))()
         self.error = device.error
         self._function = device.driver.tilework_call
-        self._reference = ctypes.byref(native)
-        self._alive = device  # libraries, handles and buffers must outlive this
+        # Prepared once: a call from Python then converts nothing.
+        self._arguments = (
+            ctypes.addressof(native),
+            ctypes.addressof(self.addresses),
+            ctypes.addressof(device.error),
+            _ERROR_SIZE,
+        )
+        self._alive = (device, inputs, scheduled, outputs, zeroed)  # must outlive this
 
-    @staticmethod
-    def _copies(device: Device, names: Sequence[str]) -> ctypes.Array[_Copy]:
+    def _copies(self, device: Device, names: Sequence[str], how: Sequence[str]) -> ctypes.Array[_Copy]:
         made = []
-        for name in names:
+        for name, way in zip(names, how, strict=True):
             target = device.buffers[name]
             size = target.numel() * target.element_size()
-            made.append(_Copy(target.data_ptr(), None, size, size))
+            made.append(_Copy(target.data_ptr(), self._num_addresses, size, _HOW[way], _SUMS.get(target.dtype, 0)))
+            self._num_addresses += 1
         return (_Copy * len(made))(*made)
 
-    def point(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+    def point(
+        self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], scheduled: Sequence[torch.Tensor] = ()
+    ) -> None:
         """Takes the addresses of the caller's tensors, which must stay alive until execute() has returned."""
-        for copy, tensor in zip(self.inputs, inputs, strict=True):
-            copy.outside = tensor.data_ptr()
-        for copy, tensor in zip(self.outputs, outputs, strict=True):
-            copy.outside = tensor.data_ptr()
+        addresses, i = self.addresses, 0
+        for tensors in (inputs, scheduled, outputs):
+            for tensor in tensors:
+                addresses[i] = tensor.data_ptr()
+                i += 1
 
     def execute(self) -> None:
         """The one native call."""
-        status = self._function(self._reference, self.error, _ERROR_SIZE)
+        status = self._function(*self._arguments)
         if status:
             self._explain(status)
 
@@ -177,6 +195,14 @@ class _Bound:
         raise MachineError("native-run", f"a program failed: {text}",
                            fix="if memory is short, use a smaller batch; otherwise report this")  # fmt: skip
 
-    def run(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
-        self.point(inputs, outputs)
-        self.execute()
+    def run(
+        self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], scheduled: Sequence[torch.Tensor] = ()
+    ) -> None:
+        addresses, i = self.addresses, 0  # as in point(), but a call less: this is what every step from Python pays
+        for tensors in (inputs, scheduled, outputs):
+            for tensor in tensors:
+                addresses[i] = tensor.data_ptr()
+                i += 1
+        status = self._function(*self._arguments)
+        if status:
+            self._explain(status)

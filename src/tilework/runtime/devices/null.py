@@ -28,6 +28,8 @@ class Device:
 
 
 class _Bound:
-    def run(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+    def run(
+        self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], scheduled: Sequence[torch.Tensor] = ()
+    ) -> None:
         for target in outputs:
             target.zero_()

@@ -84,23 +84,36 @@ class _Bound:
     def __init__(self, device: Device, call: Call) -> None:
         self.device, self.call = device, call
 
-    def run(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+    def run(
+        self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], scheduled: Sequence[torch.Tensor] = ()
+    ) -> None:
         device, call, buffers = self.device, self.call, self.device.buffers
-        sources = [(b, t.reshape(call.count, *buffers[b].shape)) for b, t in zip(call.inputs, inputs, strict=True)]
-        targets = [(b, t.view(call.count, *buffers[b].shape)) for b, t in zip(call.outputs, outputs, strict=True)]
+        sources = [
+            (b, t.reshape(1 if shared else call.count, *buffers[b].shape), shared)
+            for b, t, shared in zip(call.inputs, inputs, call.shared or [False] * len(inputs), strict=True)
+        ]
+        targets = [
+            (b, t.view(call.count if how == "all" else 1, *buffers[b].shape), how)
+            for b, t, how in zip(call.outputs, outputs, call.how or ["all"] * len(outputs), strict=True)
+        ]
         at = 0
         for step in range(call.num_steps):
+            for name, values in zip(call.scheduled, scheduled, strict=True):
+                buffers[name].copy_(values[step])
             for name in call.zeroed:
                 buffers[name].zero_()
             for _ in range(call.num_micro_batches):
-                for buffer, source in sources:
-                    buffers[buffer].copy_(source[at])
+                for buffer, source, shared in sources:
+                    buffers[buffer].copy_(source[0 if shared else at])
                 if call.new_seed and "rng/seed" in buffers:
                     buffers["rng/seed"].fill_(next_seed(device.base, device.counter))
                     device.counter += 1
                 device.programs[call.micro](buffers)
-                for buffer, target in targets:
-                    target[at].copy_(buffers[buffer])
+                for buffer, target, how in targets:
+                    if how == "sum":
+                        target[0].add_(buffers[buffer])
+                    elif how == "all" or at + 1 == call.count:
+                        target[at if how == "all" else 0].copy_(buffers[buffer])
                 if call.stop_at_nan and bool(buffers[call.stop_at_nan].isnan().any()):
                     raise NotANumber(step)
                 at += 1

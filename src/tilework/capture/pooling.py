@@ -1,6 +1,6 @@
-"""pooling: a pass, on by default. Maximum pooling whose windows do not overlap becomes our own operators.
+"""Maximum pooling whose windows do not overlap becomes our own operators, before the graph is cut into sections.
 
-The gradient then finds the maxima again instead of reading their indices, so that no indices are kept at all."""
+The gradient then finds the maxima again instead of reading their indices, so that fwd need not keep any for bwd."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def pooling(graph: Graph) -> Graph:
     plain = {n.name: n for n in graph.nodes if n.op == _FORWARD and _apart(n.args[1:], n.args[0], types)}
     indices = {n.name: n.args[0].name for n in graph.nodes if n.op == "getitem" and n.args[0].name in plain and n.args[1] == 1}
     users = [(n, ref) for n in graph.nodes for ref in n.refs() if ref in indices]
-    # Someone else may want the indices: the user (return_indices), or a bwd that is another program.
-    wanted = {indices[ref] for n, ref in users if n.op != _BACKWARD or types.get(_name(n.args[0])) is None}
+    # Someone else may want the indices: the user (return_indices).
+    wanted = {indices[ref] for n, ref in users if n.op != _BACKWARD}
     wanted |= {indices[value] for _, value in graph.writes if value in indices}
     chosen = {name: n for name, n in plain.items() if name not in wanted}
     values = {n.args[0].name: n.name for n in graph.nodes if n.op == "getitem" and n.args[0].name in chosen and n.args[1] == 0}
