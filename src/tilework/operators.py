@@ -36,18 +36,28 @@ def _(a: Tensor, b: Tensor) -> Tensor:
 # Maximum pooling with windows that do not overlap. x [n, c, h, w]; kernel, stride and padding are pairs.
 
 
+def is_channels_last(x: Tensor) -> bool:
+    return x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+
+
+def _format(x: Tensor) -> torch.memory_format:
+    """Pooling keeps the layout of its input."""
+    return torch.channels_last if is_channels_last(x) else torch.contiguous_format
+
+
 def pool_shape(x: Sequence[int], kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int]) -> list[int]:
     return [*x[:2], *((x[2 + i] + 2 * padding[i] - kernel[i]) // stride[i] + 1 for i in range(2))]
 
 
 @torch.library.custom_op("tilework::max_pool", mutates_args=())
 def max_pool(x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int]) -> Tensor:
-    return aten.max_pool2d_with_indices(x, kernel, stride, padding)[0].contiguous()
+    return aten.max_pool2d_with_indices(x, kernel, stride, padding)[0].contiguous(memory_format=_format(x))
 
 
 @max_pool.register_fake
 def _(x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int]) -> Tensor:
-    return x.new_empty(pool_shape(x.shape, kernel, stride, padding))
+    shape = pool_shape(x.shape, kernel, stride, padding)
+    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=_format(x))
 
 
 @torch.library.custom_op("tilework::max_pool_grad", mutates_args=())
@@ -55,12 +65,13 @@ def max_pool_grad(
     grad: Tensor, x: Tensor, pooled: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int]
 ) -> Tensor:
     where = aten.max_pool2d_with_indices(x, kernel, stride, padding)[1]
-    return aten.max_pool2d_with_indices_backward(grad, x, kernel, stride, padding, [1, 1], False, where).contiguous()
+    found = aten.max_pool2d_with_indices_backward(grad, x, kernel, stride, padding, [1, 1], False, where)
+    return found.contiguous(memory_format=_format(x))
 
 
 @max_pool_grad.register_fake
 def _(grad: Tensor, x: Tensor, pooled: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int]) -> Tensor:
-    return x.new_empty(x.shape)
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device, memory_format=_format(x))
 
 
 # Convolutions that are too small for a library call to pay: see plan/convolutions.py for when they are used.

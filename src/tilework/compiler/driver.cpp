@@ -2,6 +2,9 @@
 //
 // It owns nothing. Buffers belong to the session; handles are made once, when the session starts, and borrowed by the
 // programs. A step takes its inputs and hyperparameters to their buffers, runs its programs, and gives its outputs away.
+#include <omp.h>
+#include <sched.h>
+
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -81,8 +84,42 @@ static inline void give(const Copy& c, char* outside, int64_t at, bool last) {
   }
 }
 
+// Threads keep to their cores. Without that the system may let two threads of a step share one core while another core
+// idles, for seconds: twice the time. Only workers are bound; the calling thread is the user's, and threads that he starts
+// would inherit a binding. It is moved away from a worker's core when it is found there, and stays free.
+static cpu_set_t worker_cores, first_core;
+static bool pinned = false;
+
+EXPORT void tilework_pin(const int32_t* cores, int32_t count) {
+  CPU_ZERO(&worker_cores);
+  CPU_ZERO(&first_core);
+  CPU_SET(cores[0], &first_core);
+  for (int i = 1; i < count; ++i) CPU_SET(cores[i], &worker_cores);
+#pragma omp parallel num_threads(count)
+  {
+    const int i = omp_get_thread_num();
+    if (i > 0 && i < count) {
+      cpu_set_t own;
+      CPU_ZERO(&own);
+      CPU_SET(cores[i], &own);
+      sched_setaffinity(0, sizeof(own), &own);
+    }
+  }
+  pinned = true;
+}
+
+static void leave_worker_core() {
+  const int core = sched_getcpu();
+  if (core < 0 || !CPU_ISSET(core, &worker_cores)) return;
+  cpu_set_t before;
+  if (sched_getaffinity(0, sizeof(before), &before)) return;
+  sched_setaffinity(0, sizeof(first_core), &first_core);
+  sched_setaffinity(0, sizeof(before), &before);
+}
+
 // 0: done. 1: a program failed, `error` says why. 2: the loss is not a number.
 EXPORT int tilework_call(Call* call, char** addresses, char* error, size_t size) {
+  if (pinned) leave_worker_core();
   call->steps_done = 0;
   int64_t at = 0;
   const int64_t total = call->num_steps * call->num_micro_batches;

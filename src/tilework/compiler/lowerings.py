@@ -54,14 +54,17 @@ def register() -> None:
     from torch._inductor import ir
     from torch._inductor.ir import ExternKernel, FixedLayout, Pointwise, TensorBox, as_storage_and_layout
     from torch._inductor.lowering import register_lowering
-    from torch._inductor.virtualized import ops
+    from torch._inductor.virtualized import V, ops
 
     class NativeCall(ir.ExternKernelOut):
         """out = function(inputs, constants), written as one line of C++ over pointers."""
 
-        def __init__(self, function: str, shape: Sequence[int], inputs: Sequence[Any], constants: Sequence[str]) -> None:
-            like = inputs[0]
-            layout = FixedLayout(like.get_device(), like.get_dtype(), [int(s) for s in shape])
+        def __init__(
+            self, function: str, shape: Sequence[int], inputs: Sequence[Any], constants: Sequence[str], last: bool
+        ) -> None:
+            like, shape = inputs[0], [int(s) for s in shape]
+            stride = [shape[1] * shape[2] * shape[3], 1, shape[3] * shape[1], shape[1]] if last else None
+            layout = FixedLayout(like.get_device(), like.get_dtype(), shape, stride)
             super().__init__(layout, list(inputs), python_kernel_name=f"tilework.{function}")
             self.function, self.constants = function, constants
 
@@ -74,9 +77,9 @@ def register() -> None:
         name = storage.get_name()
         return f"tilework::pointer({name})" + (f" + {int(layout.offset)}" if layout.offset else "")
 
-    def call(function: str, shape: Sequence[int], inputs: Sequence[Any], *constants: Any) -> Any:
+    def call(function: str, shape: Sequence[int], inputs: Sequence[Any], *constants: Any, last: bool = False) -> Any:
         text = [str(c).lower() if isinstance(c, bool) else str(int(c)) for c in constants]
-        return TensorBox.create(NativeCall(function, shape, inputs, text))
+        return TensorBox.create(NativeCall(function, shape, inputs, text, last))
 
     def dense(x: Any) -> Any:
         return ExternKernel.require_contiguous(ExternKernel.realize_input(x))
@@ -159,16 +162,20 @@ def register() -> None:
         it = conv(sizes(x), list(shape), sizes(grad), rest)
         return call(f"small_conv_weight_grad<{it}>", shape, [dense(grad), dense(x)])
 
-    def pool(x: list[int], out: list[int], rest: Sequence[Any]) -> list[int]:
+    def pool(function: str, shape: list[int], inputs: Sequence[Any], x: list[int], out: list[int], rest: Sequence[Any]) -> Any:
+        """Planes one after the other, or channels last: as the layout was when the operators were traced."""
         (kernel, stride, padding) = rest
-        return [x[0] * x[1], x[2], x[3], out[2], out[3], *kernel, *stride, *padding]
+        numbers = [x[2], x[3], out[2], out[3], *kernel, *stride, *padding]
+        if operators.is_channels_last(V.graph.current_node.meta["val"]):
+            turned = [ExternKernel.require_channels_last(ExternKernel.realize_input(i)) for i in inputs]
+            return call(f"{function}_last", shape, turned, x[0], x[1], *numbers, last=True)
+        return call(function, shape, [dense(i) for i in inputs], x[0] * x[1], *numbers)
 
     @register_lowering(tilework.max_pool.default, type_promotion_kind=None)
     def max_pool(x: Any, *rest: Any) -> Any:
         shape = operators.pool_shape(sizes(x), *rest)
-        return call("max_pool", shape, [dense(x)], *pool(sizes(x), shape, rest))
+        return pool("max_pool", shape, [x], sizes(x), shape, rest)
 
     @register_lowering(tilework.max_pool_grad.default, type_promotion_kind=None)
     def max_pool_grad(grad: Any, x: Any, pooled: Any, *rest: Any) -> Any:
-        constants = pool(sizes(x), sizes(pooled), rest)
-        return call("max_pool_grad", sizes(x), [dense(grad), dense(x), dense(pooled)], *constants)
+        return pool("max_pool_grad", sizes(x), [grad, x, pooled], sizes(x), sizes(pooled), rest)

@@ -13,6 +13,7 @@ from ..errors import BugError, UserError
 from .convolutions import small_convolutions
 from .cost import Cost, cost_of
 from .join import accumulate, join
+from .layout import channels_last
 from .options import Options
 from .products import products
 
@@ -90,6 +91,8 @@ def plan(step: StepGraph, options: Options) -> Plan:
         for name, change in {"small_convolutions": small_convolutions, "products": products}.items():
             if name not in options.disable:
                 programs = {program: change(graph) for program, graph in programs.items()}
+        if "channels_last" not in options.disable:
+            programs = channels_last(programs)
     buffers: dict[str, TensorType] = {}
     for graph in programs.values():
         for buffer, kind in graph.types.items():

@@ -141,4 +141,66 @@ static inline void max_pool_grad(float* out, const float* grad, const float* x, 
   }
 }
 
+// ---- the same with channels last: [n][h][w][c], vectors run along the channels ----
+
+template <class F>
+static inline void windows(int64_t n, int64_t oh, int64_t ow, int64_t work, F f) {
+#pragma omp parallel for if (work >= kSerialPool) schedule(static)
+  for (int64_t row = 0; row < n * oh; ++row)
+    for (int64_t x = 0; x < ow; ++x) f(row / oh, row % oh, x);
+}
+
+static inline void max_pool_last(float* out, const float* x, int64_t n, int64_t c, int64_t h, int64_t w, int64_t oh, int64_t ow,
+                                 int64_t kh, int64_t kw, int64_t sh, int64_t sw, int64_t ph, int64_t pw) {
+  windows(n, oh, ow, n * c * h * w, [=](int64_t image, int64_t y, int64_t ox) {
+    float* to = out + ((image * oh + y) * ow + ox) * c;
+    for (int64_t k = 0; k < c; ++k) to[k] = -__builtin_inff();
+    for (int64_t i = 0; i < kh; ++i)
+      for (int64_t j = 0; j < kw; ++j) {
+        const int64_t row = y * sh - ph + i, column = ox * sw - pw + j;
+        if (row < 0 || row >= h || column < 0 || column >= w) continue;
+        const float* from = x + ((image * h + row) * w + column) * c;
+        int64_t k = 0;
+        for (; k + kLanes <= c; k += kLanes) store(to + k, Pairs<kLanes>::larger(load(to + k), load(from + k)));
+        for (; k < c; ++k) to[k] = (from[k] > to[k]) | (from[k] != from[k]) ? from[k] : to[k];
+      }
+  });
+}
+
+// Windows do not overlap, so each element has one writer. What no window covers is zeroed first.
+static inline void max_pool_grad_last(float* out, const float* grad, const float* x, const float* pooled, int64_t n, int64_t c,
+                                      int64_t h, int64_t w, int64_t oh, int64_t ow, int64_t kh, int64_t kw, int64_t sh, int64_t sw,
+                                      int64_t ph, int64_t pw) {
+  if (!(sh == kh && sw == kw && h == oh * kh && w == ow * kw)) memset(out, 0, n * c * h * w * sizeof(float));
+  windows(n, oh, ow, n * c * h * w, [=](int64_t image, int64_t y, int64_t ox) {
+    const int64_t at = ((image * oh + y) * ow + ox) * c;
+    for (int64_t k = 0; k < c; k += kLanes) {
+      const int64_t count = std::min(kLanes, c - k);
+      float top[kLanes] = {}, given[kLanes] = {};  // a last piece of channels is padded
+      memcpy(top, pooled + at + k, count * sizeof(float));
+      memcpy(given, grad + at + k, count * sizeof(float));
+      const Vec best = load(top), g = load(given), none = {};
+      Ints open = ~Ints{};  // lanes whose maximum has not been met yet
+      for (int64_t i = 0; i < kh; ++i)
+        for (int64_t j = 0; j < kw; ++j) {
+          const int64_t row = y * sh - ph + i, column = ox * sw - pw + j;
+          if (row < 0 || row >= h || column < 0 || column >= w) continue;
+          const int64_t from = ((image * h + row) * w + column) * c + k;
+          if (count == kLanes) {
+            const Vec v = load(x + from);
+            const Ints here = ((v == best) | (v != v)) & open;
+            store(out + from, here ? g : none);
+            open &= ~here;
+          } else {
+            for (int64_t l = 0; l < count; ++l) {
+              const bool here = ((x[from + l] == top[l]) | (x[from + l] != x[from + l])) & (open[l] != 0);
+              out[from + l] = here ? given[l] : 0.0f;
+              if (here) open[l] = 0;
+            }
+          }
+        }
+    }
+  });
+}
+
 }  // namespace tilework

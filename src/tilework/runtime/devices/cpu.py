@@ -81,6 +81,7 @@ class Device:
         self.driver.tilework_free.argtypes = [c_void_p]
         self.driver.tilework_call.argtypes = [c_void_p, c_void_p, c_void_p, c_size_t]
         self.driver.tilework_call.restype = c_int
+        self._pin()
         self.error = ctypes.create_string_buffer(_ERROR_SIZE)
         self.random = _Random(0, 0, buffers["rng/seed"].data_ptr() if "rng/seed" in buffers else None)
         self.programs: dict[str, _Program] = {}
@@ -95,6 +96,13 @@ class Device:
             self.programs[name] = _Program(ctypes.cast(library.tilework_run, c_void_p), handles)
             self.libraries.append(library)
             self._keep.append(handles)
+
+    def _pin(self) -> None:
+        """Binds worker threads to cores, where this process uses every core that it may use. With fewer threads than cores
+        there may be others beside us, who must not be met on the same ones. TILEWORK_PIN=0 turns it off."""
+        cores = sorted(os.sched_getaffinity(0))
+        if len(cores) > 1 and torch.get_num_threads() == len(cores) and os.environ.get("TILEWORK_PIN", "1") != "0":
+            self.driver.tilework_pin((c_int32 * len(cores))(*cores), len(cores))
 
     def _handle(self, name: str) -> c_void_p:
         """A native tensor over the session's memory, made once."""
