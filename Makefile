@@ -1,12 +1,13 @@
-# make setup | demo | test | test-full | lint | wheel | clean
+# make setup | demo | test | test-full | bench | bench-smoke | lint | wheel | clean
 # `make demo ARGS="--data-path DIR"` trains on the full MNIST files; `make demo ARGS=--download` fetches them first.
+# `make bench ARGS="--rows lenet-1 --rounds 5"` measures some rows; bench/README.md has the rest.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: setup demo test test-full lint wheel clean
+.PHONY: setup demo test test-full bench bench-smoke lint wheel clean
 
 setup: $(VENV)/.ready
 
@@ -33,6 +34,18 @@ test: lint
 
 test-full: lint
 	@$(BIN)/python scripts/test_full.py $(ARGS)
+
+# JAX is a peer in the benchmark and nothing else: installed when it is first needed.
+$(VENV)/.bench-ready: $(VENV)/.ready requirements-bench.lock
+	@echo "installing the benchmark's peers"
+	@$(BIN)/pip install -q --disable-pip-version-check -r requirements-bench.lock
+	@touch $@
+
+bench: $(VENV)/.bench-ready
+	@$(BIN)/python -m bench $(ARGS)
+
+bench-smoke: $(VENV)/.bench-ready
+	@$(BIN)/python -m bench --smoke $(ARGS)
 
 wheel: setup
 	@$(BIN)/python -m build --wheel --no-isolation

@@ -7,10 +7,10 @@ import math
 import numpy as np
 import pytest
 import torch
+from test_native_call import frames_during
 
 import tilework
 from parity import batches
-from test_native_call import frames_during
 
 COMPUTING = ["cpu", "reference"]
 NUM_STEPS = 5

@@ -226,7 +226,7 @@ def test_an_empty_source() -> None:
 
 
 def test_a_session_trains_over_a_loader(session_of) -> None:
-    one, step = session_of("linear", "reference")
+    one, _step = session_of("linear", "reference")
     many, _ = session_of("linear", "reference")
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(60, 12, generator=generator), torch.randint(0, 5, (60,), generator=generator)

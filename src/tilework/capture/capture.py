@@ -54,9 +54,13 @@ class StepGraph:
         return "\n".join(lines)
 
 
-def capture(step: Step, *, keep_momentum: bool = False, report: Callable[[str], None] = lambda _: None) -> StepGraph:
-    """Trace every section of the step. The user's model, optimizer and tensors are left as they were."""
-    return _Capture(step, keep_momentum, report).run()
+def capture(
+    step: Step, *, keep_momentum: bool = False, sections: bool = True, report: Callable[[str], None] = lambda _: None
+) -> StepGraph:
+    """Trace the step. The user's model, optimizer and tensors are left as they were.
+
+    sections=False: no fwd and bwd of their own, where the loss is known; only the two together (joint)."""
+    return _Capture(step, keep_momentum, report).run(sections)
 
 
 def _argument_names(function: Any, structure: Structure, prefix: str) -> list[str]:
@@ -112,7 +116,7 @@ class _Capture:
         if not self.flat:
             raise UserError("inputs-none", "the step has no input tensors", fix="give example inputs: inputs=(x, ...)")
 
-    def run(self) -> StepGraph:
+    def run(self, with_sections: bool) -> StepGraph:
         step = self.step
         self.report("looking at the model")
         self.probe = probe = run_probe(step, self._fresh)
@@ -126,10 +130,11 @@ class _Capture:
                 if probe.losses:
                     self.report("tracing forward and backward")
                     sections["joint"] = self._joint(with_outgrads=False)
-                sections["fwd"], sections["bwd"] = partition(self._joint(with_outgrads=True))
+                if with_sections or "joint" not in sections:
+                    sections["fwd"], sections["bwd"] = partition(self._joint(with_outgrads=True))
                 if self.groups:
                     self.report("tracing the optimizer")
-                    sections["opt"] = self._opt(sections["bwd"])
+                    sections["opt"] = self._opt(sections.get("bwd") or sections["joint"])
             self._take_optimizer_state(sections)
             self.report("tracing inference")
             sections["infer"], infer_structure = self._infer()

@@ -57,11 +57,12 @@ def command(
     lines = open(log, "w") if log else None  # noqa: SIM115
     try:
         for epoch in range(epochs):
-            for batch in _watched(batches(epoch), None if steps is None else steps - len(losses)):
-                loss = session.run(*(batch if isinstance(batch, (tuple, list)) else (batch,))).loss
-                losses.append(float(loss.mean()) if loss is not None else 0.0)
-                if lines:
-                    lines.write(json_lib.dumps({"step": len(losses), "epoch": epoch + 1, "loss": losses[-1]}) + "\n")
+            left = None if steps is None else steps - len(losses)
+            for found in _trained(session, batches(epoch), left):
+                for loss in found:
+                    losses.append(loss)
+                    if lines:
+                        lines.write(json_lib.dumps({"step": len(losses), "epoch": epoch + 1, "loss": loss}) + "\n")
                 now = time.perf_counter()
                 if not json and now - last > 2.0:
                     err.print(f"epoch {epoch + 1}/{epochs}, step {len(losses)}: loss {losses[-1]:.4f}, "
@@ -87,15 +88,35 @@ def command(
                   f"loss {losses[0]:.4f} -> {sum(tail) / len(tail):.4f}" + (f"; saved {save}" if save else ""))  # fmt: skip
 
 
-def _watched(batches: Iterable[Any], limit: int | None) -> Iterator[Any]:
-    """The batches, `limit` of them at most; an exception in the user's data code is reported as the user's."""
-    iterator = iter(batches)
-    for _ in itertools.count() if limit is None else range(limit):
+def _trained(session: Any, batches: Iterable[Any], limit: int | None) -> Iterator[list[float]]:
+    """Trains over the batches, `limit` of them at most, many steps in one call. Yields the losses of each call's steps.
+
+    The first step is run alone: its time says how many steps make a call that is long enough to be efficient, and short
+    enough to show progress. An exception in the user's data code is reported as the user's."""
+    source = iter(itertools.islice(batches, limit))
+    begin = time.perf_counter()
+    yield from _calls(session, itertools.islice(source, 1), 1)
+    fused = session.manifest.programs.keys() & {"step", "accumulate"}
+    yield from _calls(session, source, max(1, min(256, int(0.2 / (time.perf_counter() - begin)))) if fused else 1)
+
+
+def _calls(session: Any, source: Iterator[Any], num_steps: int) -> Iterator[list[float]]:
+    from ..runtime.loader import Loader
+
+    chunks = Loader(source, num_steps=num_steps).chunks(session.manifest.batch_dim)
+    while True:
         with user_code("reading the data"):
-            batch = next(iterator, None)
-        if batch is None:
+            chunk = next(chunks, None)
+        if chunk is None:
             return
-        yield batch
+        yield _losses(session.run(*chunk.inputs, num_steps=chunk.num_steps, outputs="loss"), chunk.num_steps)
+
+
+def _losses(result: Any, num_steps: int) -> list[float]:
+    """One loss a step; 0 where there is none."""
+    if result.losses is None:
+        return [0.0] * num_steps
+    return [float(v) for v in result.losses.reshape(num_steps, -1).float().mean(1)]
 
 
 def _batches(data: str, folder: Path | None, session: Any, seed: int) -> Callable[[int], Iterable[Any]]:

@@ -72,7 +72,8 @@ def compile_step(
         seconds[name] = round(now - clock, 3)
         clock = now
 
-    graph = capture(step, keep_momentum=options.keep_momentum, report=report)
+    sections = options.programs != "fused" or "fuse" in options.disable
+    graph = capture(step, keep_momentum=options.keep_momentum, sections=sections, report=report)
     lap("capture")
     planned = plan(graph, options)
     lap("plan")

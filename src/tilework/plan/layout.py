@@ -46,7 +46,7 @@ def _turned(graph: Graph, weights: set[str]) -> Graph:
     types = dict(graph.types)
     for buffer, kind in types.items():
         group, _, rest = buffer.partition("/")
-        own = rest if group in ("param", "grad") else rest.split("/")[-1] if group == "state" else ""
+        own = rest if group in ("param", "grad") else rest.rpartition("/")[0] if group == "state" else ""
         if own in names and len(kind.shape) == 4:
             types[buffer] = _last(kind)
     # A view of a result that now lies otherwise may need a copy.
