@@ -177,6 +177,7 @@ def slim(text: str, graph: Graph) -> str:
     for name in checked:
         body = re.sub(rf"^( *{name}\(.*\);)$", r"\1\n    tilework::check();", body, flags=re.M)
     body, num_temporaries, bytes_needed = plan_temporaries(body, declarations)
+    kernels = _hoisted(kernels, body)
     kernels = re.sub(r"num_threads\((\d+)\)", r"num_threads(std::min(\1, omp_get_max_threads()))", kernels)
     return f"""// Tilework program {graph.name}
 {kernels}
@@ -214,6 +215,34 @@ def _careful(kernels: str) -> tuple[str, list[str]]:
             parts[i] = re.sub(r'AOTI_TORCH_CHECK\((.*), (".*?")\);$', noted, part, flags=re.M)
             checked += re.findall(r'^extern "C"\s+void\s+(\w+)\(', part, re.M)
     return "".join(parts), checked
+
+
+_KERNEL = re.compile(r'^extern "C"\s+void\s+(\w+)\((.*?)\)\s*\{\n', re.M | re.S)
+_POINTER = re.compile(r"(const )?\w+\* ?(\w+)")
+
+
+def _hoisted(kernels: str, body: str) -> str:
+    """Scalars that a kernel reads from memory (hyperparameters, say) are read once, before its loops. The compiler cannot
+    see that the loops' stores do not change them; we can, from the call: their buffer is not among those written."""
+    parts = re.split(r'(?=^extern "C")', kernels, flags=re.M)
+    for i, part in enumerate(parts):
+        head = _KERNEL.match(part)
+        call = head and re.search(rf"^ *{head.group(1)}\((.*)\);$", body, re.M)
+        if not head or not call:
+            continue
+        parameters = _POINTER.findall(head.group(2))
+        arguments = re.findall(r"\([^()]*\*\)\((\w+)\.data_ptr\(\)\)", call.group(1))
+        if len(parameters) != len(arguments):
+            continue
+        written = {a for a, (const, _) in zip(arguments, parameters, strict=True) if not const}
+        fixed = [name for a, (const, name) in zip(arguments, parameters, strict=True) if const and a not in written]
+        rest, lines = part[head.end() :], []
+        for name in fixed:
+            for index in sorted(set(re.findall(rf"\b{name}\[static_cast<int64_t>\((\d+)L\)\]", rest)), key=int):
+                lines.append(f"    const auto {name}_at{index} = {name}[{index}];")
+                rest = rest.replace(f"{name}[static_cast<int64_t>({index}L)]", f"{name}_at{index}")
+        parts[i] = part[: head.end()] + "".join(line + "\n" for line in lines) + rest
+    return "".join(parts)
 
 
 def _needs_dispatcher(body: str, graph: Graph) -> Exception:

@@ -9,9 +9,11 @@ from typing import Any
 
 from ..artifact.graph import Graph, Node, Ref, TensorType
 
-# Below this many images and this much work an image, unfolding and one matrix product beat the convolution library,
-# whose call alone costs tens of microseconds (measured on LeNet: 2.3 x at batch 1, even at about 16).
-SMALL_BATCH, SMALL_FLOPS = 12, 4_000_000
+# Our own kernels beat the convolution library on small images with few channels: its call alone costs tens of microseconds,
+# and its blocks of channels stay half empty. Measured on LeNet, 2 threads: 3 x at batch 1, 2 x at batch 16 and at 128. Above
+# this much work an image the library is the better one.
+SMALL_FLOPS, SMALL_FLOPS_MANY = 4_000_000, 2_000_000  # up to FEW_IMAGES, and above
+FEW_IMAGES, SMALL_BATCH = 12, 256
 
 
 def small_convolutions(graph: Graph) -> Graph:
@@ -54,7 +56,8 @@ def _is_small(x: Any, weight: Any, out: TensorType | None, rest: Sequence[Any], 
     if any(kind != _dense(kind) for kind in (image, kernel, out)):
         return False  # channels last, say: what follows may rely on that layout
     flops = 2 * out.numel * math.prod(kernel.shape[1:]) // max(image.shape[0], 1)
-    return 0 < image.shape[0] <= SMALL_BATCH and flops <= SMALL_FLOPS
+    limit = SMALL_FLOPS if image.shape[0] <= FEW_IMAGES else SMALL_FLOPS_MANY
+    return 0 < image.shape[0] <= SMALL_BATCH and flops <= limit
 
 
 def _dense(kind: TensorType) -> TensorType:

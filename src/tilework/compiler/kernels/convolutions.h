@@ -210,7 +210,7 @@ static inline void weight_wide(const float* grad, const float* x, float* out) {
           widen<v>(from, v.oh, v.ow, 0, 0, grads + o * step + n * v.plane());
       }
     }
-#pragma omp parallel for if (v.work() >= kSerialConv) schedule(static)
+#pragma omp parallel for if (v.work() >= kSerialConv && !omp_in_parallel()) schedule(static)
     for (int64_t c = 0; c < v.channels(); ++c) {
       if constexpr (by_outputs) {
         constexpr int kMost = kManyRegisters ? 5 : 3;
@@ -313,9 +313,41 @@ static inline void small_conv_input_grad(float* out, const float* grad, const fl
   }
 }
 
+constexpr Conv with_images(Conv v, int64_t n) {
+  v.n = n;
+  return v;
+}
+
+// Many images: groups of a few, which stay in the cache, each with a sum of its own; then these are added up. The groups do
+// not depend on the number of threads, so the result does not either.
+template <Conv v>
+static inline void weight_groups(const float* grad, const float* x, float* out) {
+  constexpr int64_t each = 8, groups = (v.n + each - 1) / each, size = v.o * v.depth();
+  static thread_local Scratch room;
+  float* parts = room.take(groups * size);
+#pragma omp parallel for if (v.work() >= kSerialConv) schedule(static)
+  for (int64_t i = 0; i < groups; ++i) {
+    const float *g = grad + i * each * v.o * v.places(), *images = x + i * each * v.c * v.h * v.w;
+    if (i + 1 < groups || v.n % each == 0)
+      weight_wide<with_images(v, each)>(g, images, parts + i * size);
+    else
+      weight_wide<with_images(v, v.n % each == 0 ? each : v.n % each)>(g, images, parts + i * size);
+  }
+  for (int64_t k = 0; k < size; ++k) {
+    float total = parts[k];
+    for (int64_t i = 1; i < groups; ++i) total += parts[i * size + k];
+    out[k] = total;
+  }
+}
+
 template <Conv v>
 static inline void small_conv_weight_grad(float* out, const float* grad, const float* x) {
-  if constexpr (v.sh == 1 && v.sw == 1) return weight_wide<v>(grad, x, out);
+  if constexpr (v.sh == 1 && v.sw == 1) {
+    if constexpr (v.n > 8)
+      return weight_groups<v>(grad, x, out);
+    else
+      return weight_wide<v>(grad, x, out);
+  }
   static thread_local Scratch room;
   float* columns = room.take(v.depth() * v.places());
   for (int64_t n = 0; n < v.n; ++n)  // one image after the other: the sum has one order, whatever the number of threads
