@@ -24,7 +24,7 @@ from ..artifact.graph import DTYPES, Graph, Ref
 from ..errors import BugError, Place, UserError
 from ..plan.options import Options
 from . import lowerings
-from .memory import plan_temporaries
+from .memory import families, plan_temporaries
 
 aten = torch.ops.aten
 SIMD_BITS = {"x86-64-v3": 256, "x86-64-v4": 512, "baseline": 0}
@@ -223,21 +223,25 @@ _POINTER = re.compile(r"(const )?\w+\* ?(\w+)")
 
 def _hoisted(kernels: str, body: str) -> str:
     """Scalars that a kernel reads from memory (hyperparameters, say) are read once, before its loops. The compiler cannot
-    see that the loops' stores do not change them; we can, from the call: their buffer is not among those written."""
+    see that the loops' stores do not change them; we can, from the call: their memory is not among that written."""
+    family = families(body)
     parts = re.split(r'(?=^extern "C")', kernels, flags=re.M)
     for i, part in enumerate(parts):
         head = _KERNEL.match(part)
-        call = head and re.search(rf"^ *{head.group(1)}\((.*)\);$", body, re.M)
-        if not head or not call:
+        if not head:
             continue
         parameters = _POINTER.findall(head.group(2))
-        arguments = re.findall(r"\([^()]*\*\)\((\w+)\.data_ptr\(\)\)", call.group(1))
-        if len(parameters) != len(arguments):
-            continue
-        written = {a for a, (const, _) in zip(arguments, parameters, strict=True) if not const}
-        fixed = [name for a, (const, name) in zip(arguments, parameters, strict=True) if const and a not in written]
+        fixed = {name for const, name in parameters if const}
+        for call in re.findall(rf"^ *{head.group(1)}\((.*)\);$", body, re.M):
+            names = re.findall(r"\([^()]*\*\)\((\w+)\.data_ptr\(\)\)", call)
+            if len(names) != len(parameters):
+                fixed = set()
+                break
+            memory = [family.get(name, name) for name in names]
+            written = {m for m, (const, _) in zip(memory, parameters, strict=True) if not const}
+            fixed -= {name for m, (_, name) in zip(memory, parameters, strict=True) if m in written}
         rest, lines = part[head.end() :], []
-        for name in fixed:
+        for name in sorted(fixed):
             for index in sorted(set(re.findall(rf"\b{name}\[static_cast<int64_t>\((\d+)L\)\]", rest)), key=int):
                 lines.append(f"    const auto {name}_at{index} = {name}[{index}];")
                 rest = rest.replace(f"{name}[static_cast<int64_t>({index}L)]", f"{name}_at{index}")

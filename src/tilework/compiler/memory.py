@@ -69,19 +69,40 @@ def _size(shape: list[int], stride: list[int], dims: int, bytes_each: int) -> in
     return math.ceil(extent * bytes_each / _LINE) * _LINE
 
 
-def _last_uses(body: str, names: list[str]) -> dict[str, int]:
-    """Position of the last mention of each temporary, or of anything that may share its memory."""
-    shares: dict[str, set[str]] = {name: {name} for name in names}
+def _links(body: str) -> list[tuple[str, set[str]]]:
+    """(new name, names that it is made from), in the order of the text: all that may share memory."""
 
     def words(text: str) -> set[str]:
         return set(re.findall(r"\b\w+\b", text))
 
     links = [(m.start(), m.group(1), words(m.group(2))) for m in _NAMED.finditer(body)]
     links += [(m.start(), m.group(3), words(m.group(2))) for m in _RETURNED.finditer(body) if not _FRESH.search(m.group(1))]
+    return [(new, sources) for _, new, sources in sorted(links)]
+
+
+def families(body: str) -> dict[str, str]:
+    """Name of a tensor -> one name for all that may share its memory. Names that are not here share with nobody."""
+    head: dict[str, str] = {}
+
+    def find(name: str) -> str:
+        while head.get(name, name) != name:
+            name = head[name]
+        return name
+
+    tensors = {name for name, _ in _links(body)} | set(re.findall(r"\b(?:arg|buf)\w+\b", body))
+    for new, sources in _links(body):
+        for source in sources & tensors:
+            head[find(new)] = find(source)
+    return {name: find(name) for name in tensors}
+
+
+def _last_uses(body: str, names: list[str]) -> dict[str, int]:
+    """Position of the last mention of each temporary, or of anything that may share its memory."""
+    shares: dict[str, set[str]] = {name: {name} for name in names}
     mentions: dict[str, int] = {}
     for m in re.finditer(r"\b\w+\b", body):
         mentions[m.group(0)] = m.start()
-    for _, new, sources in sorted(links):  # in the order of the text, so chains are followed
+    for new, sources in _links(body):  # in the order of the text, so chains are followed
         for family in shares.values():
             if family & sources:
                 family.add(new)
