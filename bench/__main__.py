@@ -76,7 +76,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("out/bench"))
     parser.add_argument("--add", action="store_true", help="keep the rows of the last run that this one does not measure")
     parser.add_argument("--json", action="store_true", help="print the result as JSON instead of the table")
-    parser.add_argument("--keep", action="store_true", help="write the result to bench/results.json")
+    parser.add_argument(
+        "--keep", action="store_true", help="write the result to bench/results.json and docs/benchmark.md (also with --redraw)"
+    )
     parser.add_argument("--strict", action="store_true", help="exit with 1 where a row is worse than kept")
     parser.add_argument("--redraw", action="store_true", help="measure nothing: table and charts from the last JSON")
     args = parser.parse_args(arguments)
@@ -232,6 +234,18 @@ def draw(result: dict[str, Any], out: Path) -> list[Path]:
     return made + ([out / "growth.png"] if draw_growth(result.get("growth", {}), result, out / "growth.png") else [])
 
 
+def keep_result(result: dict[str, Any], out: Path) -> None:
+    """Later runs are compared with it, and the documentation shows it."""
+    write_json(KEPT, result)
+    docs = KEPT.parent.parent / "docs"
+    pictures = []
+    for name, kept, text in (("bench.png", "benchmark.png", "speed beside eager"), ("growth.png", "growth.png", "cost growth")):
+        if (out / name).exists():
+            shutil.copyfile(out / name, docs / kept)
+            pictures.append(f"![{text}]({kept})")
+    (docs / "benchmark.md").write_text(markdown(result) + "\n" + "\n\n".join(pictures) + "\n")
+
+
 def too_slow(result: dict[str, Any]) -> list[str]:
     """--smoke: the rows in which Tilework is missing, or not faster than eager."""
     return [name for name, row in result["rows"].items() if row.get("vs_eager", 0.0) < 1.0]
@@ -247,6 +261,8 @@ def main(arguments: list[str] | None = None) -> int:
         (args.out / "bench.md").write_text(markdown(result))
         draw(result, args.out)
         print(markdown(result, variants=False))
+        if args.keep:
+            keep_result(result, args.out)
         return 0
     shutil.rmtree(args.out / "logs", ignore_errors=True)
     args.out.mkdir(parents=True, exist_ok=True)
@@ -258,8 +274,8 @@ def main(arguments: list[str] | None = None) -> int:
     for path in [args.out / "bench.json", args.out / "bench.md", *draw(result, args.out)]:
         run.settings.report(f"written: {path}")
     if args.keep:
-        write_json(KEPT, result)
-        run.settings.report(f"kept: {KEPT.name}")
+        keep_result(result, args.out)
+        run.settings.report(f"kept: {KEPT.name}, docs/benchmark.md")
     if run.wrong:
         return 1
     if args.smoke and too_slow(result):

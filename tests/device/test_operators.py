@@ -125,3 +125,130 @@ def test_matrix_products_of_every_layout(workshop) -> None:
     gradients = session.gradients()
     for name, p in [*model.named_parameters(), ("input/x", x), ("input/cube", cube)]:
         assert torch.allclose(gradients[name], p.grad, rtol=1e-4, atol=1e-5), name
+
+
+class Pools(nn.Module):
+    """Windows of every kind, on images of odd sizes, in both layouts. The square makes every gradient different."""
+
+    WINDOWS = ((2, 2, 0), (3, 3, 1), ((2, 3), (2, 3), 0), (2, 3, 1), (1, 1, 0))
+
+    def forward(self, *images):
+        total = 0.0
+        for image in images:
+            for kernel, stride, padding in self.WINDOWS:
+                total = total + (nn.functional.max_pool2d(image, kernel, stride, padding) ** 2).sum()
+        return total
+
+
+def test_pooling_of_every_window_and_layout(workshop) -> None:
+    torch.manual_seed(0)
+    shapes = [(2, 3, 28, 28), (1, 16, 10, 9), (3, 5, 7, 13), (2, 33, 6, 8), (1, 2, 70, 66)]
+    plain = [torch.randn(s).round(decimals=1) for s in shapes]  # rounded: windows with equal maxima, where the first one wins
+    images = [t.clone().requires_grad_() for t in plain]
+    step = tilework.Step(model=Pools(), inputs=tuple(images))
+    path = workshop / "pools.pef"
+    tilework.compile(step, path, options=tilework.Options(opt_level=1, programs="sections"), weights="inside")
+    text = tilework.read_artifact(path).graphs["bwd"].to_text()
+    assert "tilework.max_pool_grad" in text and "max_pool2d_with_indices" not in text
+    session = tilework.load(path)
+    loss = session.run(*plain, sections=["fwd", "bwd"]).loss
+    expected = Pools()(*images)
+    expected.backward()
+    assert torch.allclose(loss, expected, rtol=1e-5)
+    gradients = session.gradients()
+    for argument, image in zip(session.manifest.inputs, images, strict=True):
+        assert torch.allclose(gradients[f"input/{argument.name}"], image.grad, rtol=1e-5, atol=1e-6), argument.name
+
+
+def test_pooling_that_overlaps_or_wants_indices_is_left_alone() -> None:
+    class Other(nn.Module):
+        def forward(self, x):
+            a = nn.functional.max_pool2d(x, 3, 2)
+            b, where = nn.functional.max_pool2d(x, 2, return_indices=True)
+            return (a.sum() + b.square().sum()), where
+
+    x = torch.randn(2, 3, 9, 9, requires_grad=True)
+    graph = capture(tilework.Step(model=Other(), inputs=(x,), loss=0)).sections["joint"]
+    assert "tilework.max_pool" not in graph.to_text()
+
+
+PRODUCTS = [(1, 7, 5), (1, 784, 10), (6, 1, 9), (9, 33, 1), (1, 1, 1), (5, 40, 17), (1, 130, 67), (64, 3, 2)]
+
+
+class Products(nn.Module):
+    """a @ b, with each operand as it is, turned round, and cut out of something larger."""
+
+    def forward(self, *matrices):
+        total = 0.0
+        for a, b in zip(matrices[::2], matrices[1::2], strict=True):
+            total = total + ((a @ b) ** 2).sum() + (a.t().contiguous().t() @ b).sin().sum()
+            total = total + (a @ b.t().contiguous().t()).cos().sum() + (a[:, ::2] @ b[::2]).sum()
+        return total
+
+
+def test_products_of_every_shape(workshop) -> None:
+    torch.manual_seed(0)
+    matrices = [m.requires_grad_() for m, k, n in PRODUCTS for m in (torch.randn(m, k), torch.randn(k, n))]
+    step = tilework.Step(model=Products(), inputs=tuple(matrices))
+    path = workshop / "products.pef"
+    tilework.compile(step, path, options=tilework.Options(opt_level=1, programs="sections"), weights="inside")
+    assert "tilework.product" in tilework.read_artifact(path).graphs["fwd"].to_text()
+    session = tilework.load(path)
+    loss = session.run(*[m.detach() for m in matrices], sections=["fwd", "bwd"]).loss
+    expected = Products()(*matrices)
+    expected.backward()
+    assert torch.allclose(loss, expected, rtol=1e-4)
+    gradients = session.gradients()
+    for argument, matrix in zip(session.manifest.inputs, matrices, strict=True):
+        assert torch.allclose(gradients[f"input/{argument.name}"], matrix.grad, rtol=1e-3, atol=1e-3), argument.name
+
+
+def test_small_convolutions_of_many_images(workshop) -> None:
+    """More than a group of images: partial sums of weight gradients, with a last group that is smaller."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 20, 3, padding=1), nn.ReLU(), nn.Conv2d(20, 3, (5, 2)))
+    x = torch.randn(19, 2, 9, 8)
+    step = tilework.Step(model=model, inputs=(x,), loss=lambda out: out.square().mean(),
+                         optimizer=torch.optim.SGD(model.parameters(), lr=0.1))  # fmt: skip
+    path = workshop / "groups.pef"
+    tilework.compile(step, path, options=tilework.Options(opt_level=1, programs="fused"), weights="inside")
+    assert "small_conv_weight_grad" in tilework.read_artifact(path).graphs["step"].to_text()
+    session = tilework.load(path)
+    for _ in range(3):
+        step.optimizer.zero_grad()
+        expected = step.loss(model(x))
+        expected.backward()
+        step.optimizer.step()
+        assert torch.allclose(session.run(x).loss, expected, rtol=1e-5)
+    for name, p in model.state_dict().items():
+        assert torch.allclose(session.state_dict()[name], p, rtol=1e-4, atol=1e-6), name
+
+
+def test_library_convolutions_get_weights_with_channels_last(workshop) -> None:
+    """And the numbers stay the same: fused and section by section, with momentum, saved and loaded."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2),
+                          nn.Conv2d(32, 40, 3, padding=1), nn.ReLU(), nn.MaxPool2d(3), nn.Flatten(), nn.Linear(1000, 4))  # fmt: skip
+    x, y = torch.randn(4, 3, 32, 32), torch.randint(0, 4, (4,))
+    step = tilework.Step(model=model, inputs=(x,), targets=(y,), loss=nn.CrossEntropyLoss(),
+                         optimizer=torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))  # fmt: skip
+    path = workshop / "last.pef"
+    tilework.compile(step, path, options=tilework.Options(opt_level=1), weights="inside")
+    fused, pieces = tilework.load(path), tilework.load(path)
+    buffers = fused.manifest.buffers
+    assert buffers["param/4.weight"].type().stride == (288, 1, 96, 32)
+    assert buffers["state/4.weight/momentum_buffer"].type().stride == (288, 1, 96, 32)
+    replay = tilework.load(path, device="reference")
+    for _ in range(3):
+        step.optimizer.zero_grad()
+        expected = step.loss(model(x), y)
+        expected.backward()
+        step.optimizer.step()
+        for session in (fused, replay):
+            assert torch.allclose(session.run(x, y).loss, expected, rtol=1e-4)
+        assert torch.allclose(pieces.run(x, y, sections=["fwd", "bwd", "opt"]).loss, expected, rtol=1e-4)
+    fused.save(workshop / "last.safetensors")
+    pieces.load(workshop / "last.safetensors")
+    for name, p in model.state_dict().items():
+        for session in (fused, pieces, replay):
+            assert torch.allclose(session.state_dict()[name].float(), p.float(), rtol=1e-3, atol=1e-5), name
