@@ -132,8 +132,12 @@ class Pools(nn.Module):
 
     WINDOWS = ((2, 2, 0), (3, 3, 1), ((2, 3), (2, 3), 0), (2, 3, 1), (1, 1, 0))
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
     def forward(self, *images):
-        total = 0.0
+        total = 0.0 * self.scale
         for image in images:
             for kernel, stride, padding in self.WINDOWS:
                 total = total + (nn.functional.max_pool2d(image, kernel, stride, padding) ** 2).sum()
@@ -162,8 +166,12 @@ def test_pooling_of_every_window_and_layout(workshop) -> None:
 
 def test_pooling_that_overlaps_or_wants_indices_is_left_alone() -> None:
     class Other(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
         def forward(self, x):
-            a = nn.functional.max_pool2d(x, 3, 2)
+            a = nn.functional.max_pool2d(x * self.scale, 3, 2)
             b, where = nn.functional.max_pool2d(x, 2, return_indices=True)
             return (a.sum() + b.square().sum()), where
 
@@ -178,8 +186,12 @@ PRODUCTS = [(1, 7, 5), (1, 784, 10), (6, 1, 9), (9, 33, 1), (1, 1, 1), (5, 40, 1
 class Products(nn.Module):
     """a @ b, with each operand as it is, turned round, and cut out of something larger."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
     def forward(self, *matrices):
-        total = 0.0
+        total = 0.0 * self.scale
         for a, b in zip(matrices[::2], matrices[1::2], strict=True):
             total = total + ((a @ b) ** 2).sum() + (a.t().contiguous().t() @ b).sin().sum()
             total = total + (a @ b.t().contiguous().t()).cos().sum() + (a[:, ::2] @ b[::2]).sum()
@@ -227,8 +239,9 @@ def test_small_convolutions_of_many_images(workshop) -> None:
 def test_library_convolutions_get_weights_with_channels_last(workshop) -> None:
     """And the numbers stay the same: fused and section by section, with momentum, saved and loaded."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2),
-                          nn.Conv2d(32, 40, 3, padding=1), nn.ReLU(), nn.MaxPool2d(3), nn.Flatten(), nn.Linear(1000, 4))  # fmt: skip
+    first = [nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2)]
+    second = [nn.Conv2d(32, 40, 3, padding=1), nn.ReLU(), nn.MaxPool2d(3), nn.Flatten(), nn.Linear(1000, 4)]
+    model = nn.Sequential(*first, *second)
     x, y = torch.randn(4, 3, 32, 32), torch.randint(0, 4, (4,))
     step = tilework.Step(model=model, inputs=(x,), targets=(y,), loss=nn.CrossEntropyLoss(),
                          optimizer=torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))  # fmt: skip

@@ -49,7 +49,8 @@ def test_another_name_for_the_same_memory_keeps_it_alive() -> None:
 
 
 def test_a_library_call_may_return_its_argument() -> None:
-    call = "    AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_view_as_real(buf0, &buf1_handle));\n    RAIIAtenTensorHandle buf1(buf1_handle);\n"
+    call = "    AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_view_as_real(buf0, &buf1_handle));\n"
+    call += "    RAIIAtenTensorHandle buf1(buf1_handle);\n"
     body = allocation("buf0", 100) + call + allocation("buf2", 100) + "    f(buf1, buf2);\n"
     assert offsets(body)["buf0"] != offsets(body)["buf2"]
 
