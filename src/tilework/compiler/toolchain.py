@@ -9,6 +9,7 @@ import platform
 import re
 import shutil
 import subprocess
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -161,19 +162,30 @@ def precompiled_header(options: Options, folder: Path) -> Path:
     return header
 
 
-def shared_library(source: str, options: Options, scratch: Path, name: str, header: Path | None) -> bytes:
-    """Compile one source file and link it against torch's C interface. OpenMP comes from torch's own copy."""
+def empty_libraries(folder: Path) -> list[str]:
+    """Empty libraries with the names of torch's. The linker only has to note which libraries the code needs; reading torch's
+    own, of some hundred MB, would take longer than all the rest. Symbols are looked up when the code is opened."""
+    made = []
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("libtorch_cpu.so", "libc10.so"):
+        path = folder / name
+        if not path.exists():
+            part = folder / f".{os.getpid()}-{threading.get_ident()}-{name}"
+            run([compiler(), "-shared", "-nostdlib", "-o", str(part), f"-Wl,-soname,{name}", "-x", "c", "/dev/null"], name)
+            part.replace(path)
+        made.append(str(path))
+    return made
+
+
+def shared_library(source: str, options: Options, scratch: Path, name: str, header: Path | None, folder: Path) -> bytes:
+    """Compile one source file and link it against torch's C interface. OpenMP comes from torch's own copy. `folder` keeps
+    what every library needs."""
     cpp, obj, so = scratch / f"{name}.cpp", scratch / f"{name}.o", scratch / f"{name}.so"
     cpp.write_text(source)
     include = ["-include", str(header)] if header else []
     run([compiler(), *flags(options), *include, "-c", str(cpp), "-o", str(obj)], f"program {name}")
-    # The linker only has to note which libraries the code needs, so it gets empty ones of the same names: reading torch's
-    # own, of some hundred MB, takes longer than all the rest. The symbols are looked up when the code is opened.
-    needed = []
-    for library in ("libtorch_cpu.so", "libc10.so"):
-        needed.append(str(scratch / library))
-        run([compiler(), "-shared", "-nostdlib", "-o", needed[-1], f"-Wl,-soname,{library}", "-x", "c", "/dev/null"], library)
-    run([compiler(), "-shared", "-o", str(so), str(obj), "-Wl,--no-as-needed", *needed, "-Wl,-s"], f"program {name}")
+    needed = ["-Wl,--no-as-needed", *empty_libraries(folder)]
+    run([compiler(), "-shared", "-o", str(so), str(obj), *needed, "-Wl,-s"], f"program {name}")
     return so.read_bytes()
 
 

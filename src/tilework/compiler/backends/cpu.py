@@ -56,10 +56,10 @@ class CpuBackend:
         header: Path | None = None
 
         def compile_source(source: str, program: str, scratch: Path) -> bytes:
-            return toolchain.shared_library(source, options, scratch, program, header)
+            return toolchain.shared_library(source, options, scratch, program, header, cache.folder / "headers")
 
         def build_driver(scratch: Path) -> bytes:
-            return toolchain.shared_library(DRIVER.read_text(), options, scratch, "driver", None)
+            return toolchain.shared_library(DRIVER.read_text(), options, scratch, "driver", None, cache.folder / "headers")
 
         # Code is generated here, one program after the other (Inductor is Python); g++ works beside it.
         waiting: dict[str, tuple[dict[str, str], str]] = {}
