@@ -17,7 +17,7 @@ from ... import operators, random
 from ...errors import MachineError
 from ...plan.plan import Plan
 from .. import codegen_cpu, lowerings, memory, toolchain
-from ..cache import Cache, Found
+from ..cache import Cache, Found, disk_errors
 from . import Built, Report
 
 DRIVER = Path(__file__).parent.parent / "driver.cpp"
@@ -78,7 +78,7 @@ class CpuBackend:
             driver = pool.submit(cache.get, "driver", driver_parts, build_driver)
             if waiting:
                 report("preparing the compiler's headers (once)")
-                with cache.lock("header"):
+                with cache.lock("header"), disk_errors(f"writing to {cache.folder}"):
                     header = toolchain.precompiled_header(options, cache.folder / "headers")
             for i, (program, (parts, _)) in enumerate(waiting.items()):
                 report(f"generating code for {program} ({i + 1} of {len(waiting)})")
