@@ -63,7 +63,7 @@ def test_small_convolutions_of_every_shape(workshop) -> None:
 @pytest.mark.parametrize("name", ["conv_bn", "dropout"])
 def test_a_pass_can_be_turned_off_and_changes_nothing(name: str, workshop) -> None:
     losses = []
-    for off in ((), ("small_convolutions",), ("small_convolutions", "fuse")):
+    for off in ((), ("small_convolutions",), ("small_convolutions", "fuse"), ("products", "channels_last", "small_convolutions")):
         step = MODELS[name]()
         options = tilework.Options(device="cpu", opt_level=1, programs="all" if "fuse" in off else "fused", disable=off)
         path = workshop / f"{name}-{len(off)}.pef"
@@ -72,6 +72,7 @@ def test_a_pass_can_be_turned_off_and_changes_nothing(name: str, workshop) -> No
         assert ("step" in session.manifest.programs) == ("fuse" not in off)
         text = "".join(g.to_text() for g in session.artifact.graphs.values())
         assert ("small_conv" in text) == (not off)
+        assert ("tilework.product" in text) == ("products" not in off)
         inputs = [*flatten(step.inputs)[0], *flatten(step.targets)[0]]
         losses.append(torch.stack([session.run(*inputs).loss for _ in range(4)]))
     for a, b in itertools.combinations(losses, 2):

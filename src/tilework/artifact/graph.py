@@ -60,6 +60,10 @@ class TensorType:
             step *= max(size, 1)
         return cls(dtype, shape, tuple(reversed(stride)))
 
+    def as_dense(self) -> TensorType:
+        """The same shape and dtype, row by row without gaps."""
+        return TensorType.dense(self.dtype, self.shape)
+
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
@@ -280,6 +284,11 @@ class Graph:
 
 
 # ---- arguments: numbers, strings, lists, references, and torch's few enumerations ----
+
+
+def name_of(arg: object) -> str:
+    """The name that an argument refers to; empty for anything else."""
+    return arg.name if isinstance(arg, Ref) else ""
 
 
 def _walk_refs(value: Any) -> Iterable[Ref]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..artifact.graph import Graph, Node, Ref, TensorType
+from ..artifact.graph import Graph, Node, Ref, TensorType, name_of
 
 _FORWARD, _BACKWARD = "aten.max_pool2d_with_indices.default", "aten.max_pool2d_with_indices_backward.default"
 
@@ -32,27 +32,19 @@ def pooling(graph: Graph) -> Graph:
                 assert kind is not None
                 rest = _window(forward.args[1:])
                 nodes.append(replace(forward, name=node.name, op="tilework.max_pool.default",
-                                     args=(forward.args[0], *rest), kwargs={}, types=(_dense(kind),)))  # fmt: skip
-        elif node.op == _BACKWARD and indices.get(_name(node.args[-1])) in values:
+                                     args=(forward.args[0], *rest), kwargs={}, types=(kind.as_dense(),)))  # fmt: skip
+        elif node.op == _BACKWARD and indices.get(name_of(node.args[-1])) in values:
             forward = chosen[indices[node.args[-1].name]]
             rest = _window(forward.args[1:])
             kind = types[node.name]
             assert kind is not None
             args = (node.args[0], forward.args[0], Ref(values[forward.name]), *rest)
-            nodes.append(replace(node, op="tilework.max_pool_grad.default", args=args, kwargs={}, types=(_dense(kind),)))
+            nodes.append(replace(node, op="tilework.max_pool_grad.default", args=args, kwargs={}, types=(kind.as_dense(),)))
         elif node.name not in chosen:
             nodes.append(node)
     changed = replace(graph, nodes=tuple(nodes)).prune()
     changed.verify()
     return changed
-
-
-def _name(arg: object) -> str:
-    return arg.name if isinstance(arg, Ref) else ""
-
-
-def _dense(kind: TensorType) -> TensorType:
-    return TensorType.dense(kind.dtype, kind.shape)
 
 
 def _window(args: Sequence[Any]) -> tuple[list[int], list[int], list[int]]:
@@ -64,8 +56,8 @@ def _window(args: Sequence[Any]) -> tuple[list[int], list[int], list[int]]:
 
 
 def _apart(args: Sequence[Any], x: Any, types: dict[str, TensorType | None]) -> bool:
-    image = types.get(_name(x))
-    if image is None or len(image.shape) != 4 or image.dtype != "float32" or image != _dense(image) or 0 in image.shape:
+    image = types.get(name_of(x))
+    if image is None or len(image.shape) != 4 or image.dtype != "float32" or image != image.as_dense() or 0 in image.shape:
         return False
     kernel, stride, _ = _window(args)
     dilation = args[3] if len(args) > 3 else [1]

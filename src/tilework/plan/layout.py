@@ -33,7 +33,7 @@ def _weights(graph: Graph) -> set[str]:
         if node.op != "aten.convolution.default" or not isinstance(node.args[1], Ref):
             continue
         kind = graph.types.get(node.args[1].name)
-        if kind is None or len(kind.shape) != 4 or kind != TensorType.dense(kind.dtype, kind.shape):
+        if kind is None or len(kind.shape) != 4 or kind != kind.as_dense():
             continue
         if max(kind.shape[:2]) >= FEW_CHANNELS:
             found.add(node.args[1].name)

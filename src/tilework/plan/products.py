@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..artifact.graph import Graph, Node, Ref, TensorType
+from ..artifact.graph import Graph, Node, Ref
 
 
 def products(graph: Graph) -> Graph:
@@ -16,13 +16,15 @@ def products(graph: Graph) -> Graph:
         if kind is None or kind.dtype != "float32" or 0 in kind.shape or _inner(node, graph, nodes) == 0:
             nodes.append(node)
         elif node.op == "aten.mm.default":
-            nodes.append(replace(node, op="tilework.product.default", types=(_dense(kind),)))
+            nodes.append(replace(node, op="tilework.product.default", types=(kind.as_dense(),)))
         elif node.op == "aten.bmm.default":
-            nodes.append(replace(node, op="tilework.batch_product.default", types=(_dense(kind),)))
+            nodes.append(replace(node, op="tilework.batch_product.default", types=(kind.as_dense(),)))
         elif node.op == "aten.addmm.default" and not node.kwargs and len(node.args) == 3:
             bias, a, b = node.args
-            made = replace(node, name=f"{node.name}_product", op="tilework.product.default", args=(a, b), types=(_dense(kind),))
-            total = replace(node, op="aten.add.Tensor", args=(Ref(made.name), bias), types=(_dense(kind),))
+            made = replace(
+                node, name=f"{node.name}_product", op="tilework.product.default", args=(a, b), types=(kind.as_dense(),)
+            )
+            total = replace(node, op="aten.add.Tensor", args=(Ref(made.name), bias), types=(kind.as_dense(),))
             nodes += [made, total]
         else:
             nodes.append(node)
@@ -38,7 +40,3 @@ def _inner(node: Node, graph: Graph, before: list[Node]) -> int:
     a = node.args[-2]
     kind = graph.types.get(a.name) or next((n.types[0] for n in reversed(before) if n.name == a.name), None)
     return kind.shape[-1] if kind is not None else 0
-
-
-def _dense(kind: TensorType) -> TensorType:
-    return TensorType.dense(kind.dtype, kind.shape)

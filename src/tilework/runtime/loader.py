@@ -102,7 +102,7 @@ class Loader:
         first = next(batches, _END)
         if first is _END:
             return
-        yield from _ahead(_Copier(batches, first, self.num_steps, batch_dim or 0, self.drop_last), self.prefetch)
+        yield from _ahead(_copier(batches, first, self.num_steps, batch_dim or 0, self.drop_last), self.prefetch)
 
 
 # ---- data in memory ----
@@ -225,7 +225,7 @@ class Producer:
     produce: Callable[[Callable[[], list[Tensor] | None]], Iterator[Chunk]]  # fills rooms until there are no more
 
 
-def _Copier(batches: Iterator[Any], first: Any, num_steps: int, dim: int, drop_last: bool) -> Producer:
+def _copier(batches: Iterator[Any], first: Any, num_steps: int, dim: int, drop_last: bool) -> Producer:
     """Copies batches of any source side by side into rooms."""
     leaves, structure = flatten(first, _is_leaf)
     kinds = [(torch.as_tensor(leaf).dtype, torch.as_tensor(leaf).shape) for leaf in leaves]

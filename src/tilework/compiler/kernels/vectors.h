@@ -65,17 +65,6 @@ static inline Vec sums(const Vec* v) {
   return now[0];
 }
 
-static inline float sum(Vec v) {
-  float total = 0;
-  for (int64_t half = kLanes / 2; half >= 1; half /= 2) {
-    Ints from;
-    for (int64_t i = 0; i < kLanes; ++i) from[i] = (i + half) % kLanes;
-    v += __builtin_shuffle(v, from);
-  }
-  total = v[0];
-  return total;
-}
-
 // Cuts COUNT into pieces of at most MOST, as even as can be, and calls f.template operator()<size>(start) for each.
 template <int MOST, int64_t COUNT, class F>
 static inline void pieces(F f) {
