@@ -2,7 +2,7 @@
 
 manifest.json            what it is (docs/manifest.schema.json)
 graphs/<program>.json    the graph, as data          graphs/<program>.txt   the same, to read
-native/<program>.so      machine code                native/driver.so       the loop around it
+native/<library>.so      machine code of programs    native/driver.so       the loop around it
 constants.safetensors    tensors that the model holds as attributes
 weights.safetensors      parameters, buffers and optimizer state, where they are kept inside
 report.txt               what was planned and built

@@ -16,6 +16,7 @@ from ..artifact.structure import Structure, flatten, names, unflatten
 from ..errors import UserError
 from ..random import seeded
 from ..step import Step
+from .losses import from_losses
 from .optimizers import Group, clip, derived, groups_of, packed
 from .partition import label_sections, partition
 from .pooling import pooling
@@ -127,11 +128,14 @@ class _Capture:
         sections: dict[str, Graph] = {}
         with preserved(step):
             if probe.trainable and any(probe.differentiable):
-                if probe.losses:
-                    self.report("tracing forward and backward")
-                    sections["joint"] = self._joint(with_outgrads=False)
-                if with_sections or "joint" not in sections:
-                    sections["fwd"], sections["bwd"] = partition(self._joint(with_outgrads=True))
+                self.report("tracing forward and backward")
+                joint, losses = None, [self._output_names()[i] for i in probe.losses]
+                if with_sections or not losses:
+                    any_outgrads = self._joint(with_outgrads=True)
+                    sections["fwd"], sections["bwd"] = partition(any_outgrads)
+                    joint = from_losses(any_outgrads, losses) if losses else None
+                if losses:
+                    sections["joint"] = label_sections(joint or self._joint(with_outgrads=False))
                 if self.groups:
                     self.report("tracing the optimizer")
                     sections["opt"] = self._opt(sections.get("bwd") or sections["joint"])
@@ -231,8 +235,7 @@ class _Capture:
         reads += [self._closed_over(t) for t in traced.closed_over]
         results = [f"output/{o}" for o in outs] + [f"buffer/{k}" for k in replaced]
         results += [f"grad/{k}" for k in probe.trainable] + [f"grad/input/{self.input_names[i]}" for i in wanted_inputs]
-        graph = pooling(to_graph("joint", traced, reads, results, ""))
-        return label_sections(graph, {b for b in graph.written if b.startswith("grad/")})
+        return pooling(to_graph("joint", traced, reads, results, ""))
 
     def _closed_over(self, tensor: Tensor) -> str:
         name = self.known.get(id(tensor))

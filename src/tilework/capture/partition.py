@@ -78,9 +78,9 @@ def partition(joint: Graph) -> tuple[Graph, Graph]:
     return fwd, bwd
 
 
-def label_sections(joint: Graph, grads: set[str]) -> Graph:
+def label_sections(joint: Graph) -> Graph:
     """Marks each node of a joint graph as fwd (needed for outputs) or bwd (only needed for gradients)."""
-    needed = {value for buffer, value in joint.writes if buffer not in grads}
+    needed = {value for buffer, value in joint.writes if not buffer.startswith("grad/")}
     for node in reversed(joint.nodes):
         if node.name in needed:
             needed.update(node.refs())

@@ -1,7 +1,7 @@
 """The compile cache: native code by the content of what it was made from, and a memory of why the last look missed.
 
     <cache>/programs/<key>/{code.so, key.json}   key = SHA-256 over the parts in key.json
-    <cache>/names/<artifact>.<program>.json      the parts that this name had last time
+    <cache>/names/<artifact>.<library>.json      the parts that this name had last time
     <cache>/locks/<key>.lock                     held with flock while a program is built; the kernel frees it on any exit
 
 An entry appears whole, by rename, or not at all.
@@ -67,14 +67,20 @@ class Cache:
     def key(parts: Parts) -> str:
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
+    def look(self, name: str, parts: Parts) -> Found | None:
+        """The code for these parts, if it is there."""
+        code = self._read(self.key(parts))
+        if code is None:
+            return None
+        self._remember(name, parts)
+        return Found(code, True, "")
+
     def get(self, name: str, parts: Parts, build: Callable[[Path], bytes]) -> Found:
         """The code for these parts, from the cache or built now. Two processes that ask at once build it once."""
-        key = self.key(parts)
-        code = self._read(key)
-        if code is not None:
-            self._remember(name, parts)
-            return Found(code, True, "")
-        why = self._why(name, parts)
+        found = self.look(name, parts)
+        if found is not None:
+            return found
+        key, why = self.key(parts), self._why(name, parts)
         with disk_errors("compile cache"), self.lock(key):
             code = self._read(key)  # somebody else may have built it while we waited
             if code is None:

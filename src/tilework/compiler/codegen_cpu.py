@@ -18,48 +18,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._inductor import config
+from torch._inductor.codecache import code_hash
+from torch._inductor.compile_fx import _recursive_joint_graph_passes, compile_fx_inner, get_cpp_wrapper_config
+from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ..artifact.graph import DTYPES, Graph, Ref
+from ..artifact.graph import Graph
 from ..errors import BugError, Place, UserError
 from ..plan.options import Options
 from . import lowerings
 from .memory import families, plan_temporaries
+from .to_fx import to_fx
 
-aten = torch.ops.aten
 SIMD_BITS = {"x86-64-v3": 256, "x86-64-v4": 512, "baseline": 0}
-
-
-def to_fx(graph: Graph) -> torch.fx.GraphModule:
-    """The graph as fx: one placeholder a buffer, results stored with copy_, no outputs. Inductor stores in place."""
-    fx = torch.fx.Graph()
-    env: dict[str, torch.fx.Node] = {}
-    for i, buffer in enumerate(graph.buffers):
-        env[buffer] = fx.placeholder(f"arg{i}")
-
-    def arg(value: Any) -> Any:
-        if isinstance(value, Ref):
-            return env[value.name]
-        if isinstance(value, (list, tuple)):
-            return [arg(v) for v in value]
-        return value
-
-    for node in graph.nodes:
-        args, kwargs = tuple(arg(a) for a in node.args), {k: arg(v) for k, v in node.kwargs.items()}
-        env[node.name] = fx.call_function(operator_named(node.op), args, kwargs)
-    for buffer, value in graph.writes:
-        fx.call_function(aten.copy_.default, (env[buffer], env[value]))
-    fx.output(())
-    return torch.fx.GraphModule({}, fx)
-
-
-def operator_named(name: str) -> Any:
-    if name == "getitem":
-        import operator
-
-        return operator.getitem
-    namespace, op, overload = name.split(".")
-    return getattr(getattr(getattr(torch.ops, namespace), op), overload)
 
 
 @contextmanager
@@ -100,20 +72,30 @@ def settings(options: Options) -> dict[str, Any]:
 def generate(graph: Graph, options: Options, scratch: Path) -> str:
     """C++ source of one program."""
     mode = FakeTensorMode(static_shapes=True, shape_env=torch.fx.experimental.symbolic_shapes.ShapeEnv())
-    with mode:
-        inputs = [
-            torch.empty_strided(graph.types[b].shape, graph.types[b].stride, dtype=DTYPES[graph.types[b].dtype])
-            for b in graph.buffers
-        ]
     lowerings.register()
     with torch.no_grad(), warnings.catch_warnings(), _inductor_cache(scratch):
         warnings.simplefilter("ignore")
         try:
-            files: Any = torch._inductor.aot_compile(to_fx(graph), tuple(inputs), options=settings(options))
+            files = _inductor(to_fx(graph, mode), mode, settings(options))
         except Exception as e:
             raise _unsupported(graph, e) from e
     wrapper = next(f for f in files if str(f).endswith(".cpp"))
     return slim(Path(wrapper).read_text(), graph)
+
+
+def _inductor(module: torch.fx.GraphModule, mode: FakeTensorMode, chosen: dict[str, Any]) -> Any:
+    """Inductor's ahead-of-time output for a graph of its own operators: the names of the files that it wrote."""
+    inputs = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
+    output = {"cpp_wrapper": True, "aot_inductor.output_path": code_hash(module.code)}
+    with (
+        config.patch(get_cpp_wrapper_config()),
+        config.patch({**chosen, **output}),
+        V.set_aot_compilation(True),
+        V.set_fake_mode(mode),
+    ):
+        module = _recursive_joint_graph_passes(module, input_device=torch.device("cpu"))
+        made: Any = compile_fx_inner(module, inputs, is_inference=True, cpp_wrapper=True)
+        return made.filename
 
 
 def _unsupported(graph: Graph, error: Exception) -> Exception:
@@ -144,7 +126,8 @@ _OMIT = re.compile(
 
 
 def slim(text: str, graph: Graph) -> str:
-    """Cuts Inductor's wrapper.cpp down to `int tilework_run(AtenTensorHandle* buffers, char* error, size_t size)`."""
+    """Cuts Inductor's wrapper.cpp down to `int tilework_run_<program>(AtenTensorHandle* buffers, char* error, size_t size)`.
+    All names carry the program's, so that several programs can share a library."""
 
     def expect(found: Any, what: str) -> Any:
         if not found:
@@ -179,22 +162,27 @@ def slim(text: str, graph: Graph) -> str:
     body, num_temporaries, bytes_needed = plan_temporaries(body, declarations)
     kernels = _hoisted(kernels, body)
     kernels = re.sub(r"num_threads\((\d+)\)", r"num_threads(std::min(\1, omp_get_max_threads()))", kernels)
-    return f"""// Tilework program {graph.name}
+    name = graph.name
+    kernels, declarations, body = (re.sub(r"\bcpp_fused_", f"{name}_cpp_fused_", t) for t in (kernels, declarations, body))
+    include, kernels = kernels.split("\n", 1)
+    return f"""// Tilework program {name}
+{include}
+namespace program_{name} {{
+using namespace torch::aot_inductor;
 {kernels}
 {declarations}
 static tilework::Workspace<{len(graph.buffers)}, {num_temporaries}> workspace;
-namespace torch::aot_inductor {{
 static void run(AtenTensorHandle* buffers) {{
     workspace.prepare(buffers, {bytes_needed});
 {body}
 }}
-}}  // namespace torch::aot_inductor
-extern "C" __attribute__((visibility("default"))) const char tilework_abi[] = "{graph.abi()}";
-extern "C" __attribute__((visibility("default"))) void tilework_release() {{ workspace.release(); }}
-extern "C" __attribute__((visibility("default"))) int tilework_run(
+}}  // namespace program_{name}
+extern "C" __attribute__((visibility("default"))) const char tilework_abi_{name}[] = "{graph.abi()}";
+extern "C" __attribute__((visibility("default"))) void tilework_release_{name}() {{ program_{name}::workspace.release(); }}
+extern "C" __attribute__((visibility("default"))) int tilework_run_{name}(
     AtenTensorHandle* buffers, char* error, size_t size) {{
   try {{
-    torch::aot_inductor::run(buffers);
+    program_{name}::run(buffers);
     return 0;
   }} catch (const std::exception& e) {{
     snprintf(error, size, "%s", e.what());

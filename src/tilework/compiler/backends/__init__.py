@@ -15,9 +15,10 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Built:
-    """What a backend made: native code by program name, further members, and what a machine must have to run them."""
+    """What a backend made: libraries of native code, and what a machine must have to run them."""
 
-    code: dict[str, bytes] = field(default_factory=dict)
+    libraries: dict[str, bytes] = field(default_factory=dict)
+    library_of: dict[str, str] = field(default_factory=dict)  # program -> the library that holds its code
     driver: bytes | None = None
     features: list[str] = field(default_factory=list)
     glibc: list[int] = field(default_factory=list)

@@ -6,7 +6,9 @@ import functools
 import hashlib
 import json
 import platform
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,15 @@ import torch
 
 from ... import operators, random
 from ...errors import MachineError
+from ...plan.options import Options
 from ...plan.plan import Plan
-from .. import codegen_cpu, lowerings, memory, toolchain
-from ..cache import Cache, Found, disk_errors
+from .. import codegen_cpu, lowerings, memory, to_fx, toolchain
+from ..cache import Cache, Found, Parts, disk_errors
+from ..workers import Job, num_workers, started
 from . import Built, Report
 
+FUSED = ("step", "accumulate")
+SMALL = 600  # operators of all programs that share a library
 DRIVER = Path(__file__).parent.parent / "driver.cpp"
 
 
@@ -28,6 +34,7 @@ def _own_code() -> str:
     """SHA-256 of all of our own code that decides what native code comes out for a graph."""
     files: list[Any] = [
         codegen_cpu.__file__,
+        to_fx.__file__,
         lowerings.__file__,
         toolchain.__file__,
         random.__file__,
@@ -55,48 +62,88 @@ class CpuBackend:
         }
         header: Path | None = None
 
-        def compile_source(source: str, program: str, scratch: Path) -> bytes:
-            return toolchain.shared_library(source, options, scratch, program, header, cache.folder / "headers")
+        def compile_sources(library: str, sources: dict[str, str], scratch: Path) -> bytes:
+            text = "\n".join(sources[program] for program in libraries[library])
+            return toolchain.shared_library(text, _effort(library, options), scratch, library, header, cache.folder / "headers")
 
         def build_driver(scratch: Path) -> bytes:
             return toolchain.shared_library(DRIVER.read_text(), options, scratch, "driver", None, cache.folder / "headers")
 
-        # Code is generated here, one program after the other (Inductor is Python); g++ works beside it.
-        waiting: dict[str, tuple[dict[str, str], str]] = {}
+        libraries = _libraries(plan)
+        library_of = {p: library for library, members in libraries.items() for p in members}
         found: dict[str, Found] = {}
-        for program, graph in plan.programs.items():
-            parts = {**common, "graph": graph.digest(), "abi": graph.abi()}
-            hit = cache._read(cache.key(parts))
+        waiting: dict[str, Parts] = {}
+        for library, members in libraries.items():
+            graphs = {f"graph of {p}": f"{plan.programs[p].digest()} {plan.programs[p].abi()}" for p in members}
+            parts = {**common, **graphs, "flags": " ".join(toolchain.flags(_effort(library, options)))}
+            hit = cache.look(f"{name}.{library}", parts)
             if hit is not None:
-                found[program] = Found(hit, True, "")
-                cache._remember(f"{name}.{program}", parts)
+                found[library] = hit
             else:
-                waiting[program] = (parts, "")
-        with ThreadPoolExecutor(max_workers=2) as pool:
-            futures = {}
-            driver_parts = {**common, "driver": DRIVER.read_text()}
-            driver = pool.submit(cache.get, "driver", driver_parts, build_driver)
+                waiting[library] = parts
+        jobs = [
+            Job(
+                p,
+                len(plan.programs[p].nodes),
+                partial(codegen_cpu.generate, plan.programs[p], options, cache.folder / "inductor"),
+            )
+            for library in waiting
+            for p in libraries[library]
+        ]
+        # Copies of this process are made before it starts threads. g++ works on a library as soon as its sources are there.
+        with started(jobs, num_workers()) as generate, ThreadPoolExecutor(max_workers=2) as pool:
+            driver = pool.submit(cache.get, "driver", {**common, "driver": DRIVER.read_text()}, build_driver)
             if waiting:
                 report("preparing the compiler's headers (once)")
                 with cache.lock("header"), disk_errors(f"writing to {cache.folder}"):
                     header = toolchain.precompiled_header(options, cache.folder / "headers")
-            for i, (program, (parts, _)) in enumerate(waiting.items()):
-                report(f"generating code for {program} ({i + 1} of {len(waiting)})")
-                source = codegen_cpu.generate(plan.programs[program], options, cache.folder / "inductor")
-                job = partial(compile_source, source, program)
-                futures[program] = pool.submit(cache.get, f"{name}.{program}", parts, job)
-            for program, future in futures.items():
-                report(f"compiling {program}")
-                found[program] = future.result()
+            sources: dict[str, str] = {}
+            futures: dict[str, Future[Found]] = {}
+            lock = threading.Lock()
+
+            def generated(program: str, source: str) -> None:
+                with lock:
+                    sources[program] = source
+                    report(f"generated code for {program} ({len(sources)} of {len(jobs)})")
+                    library = library_of[program]
+                    if all(p in sources for p in libraries[library]):
+                        job = partial(compile_sources, library, sources)
+                        futures[library] = pool.submit(cache.get, f"{name}.{library}", waiting[library], job)
+
+            if jobs:
+                report(f"generating code for {len(jobs)} programs")
+                generate(generated)
+            for library, future in futures.items():
+                report(f"compiling {library}")
+                found[library] = future.result()
             driver_code = driver.result().code
-        code = {program: found[program].code for program in plan.programs}
         return Built(
-            code=code,
+            libraries={library: found[library].code for library in libraries},
+            library_of=library_of,
             driver=driver_code,
             features=toolchain.needed_features(options),
-            glibc=toolchain.glibc_needed([*code.values(), driver_code]),
-            notes={p: "from the cache" if f.hit else f"compiled ({f.why})" for p, f in found.items()},
+            glibc=toolchain.glibc_needed([*(f.code for f in found.values()), driver_code]),
+            notes={p: _note(found[library]) for p, library in library_of.items()},
         )
+
+
+def _effort(library: str, options: Options) -> Options:
+    """The third level of optimization is kept for the fused step, where it makes a few percent; it takes g++ half again as
+    long. The precompiled header serves both."""
+    return options if library in FUSED else replace(options, opt_level=min(options.opt_level, 2))
+
+
+def _note(found: Found) -> str:
+    return "from the cache" if found.hit else f"compiled ({found.why})"
+
+
+def _libraries(plan: Plan) -> dict[str, list[str]]:
+    """Which programs share a library. Small ones do: most of what g++ takes for them is the same for all. Not the fused
+    one, which is compiled beside them, and not large ones, which several cores can compile at once."""
+    small = [p for p in plan.programs if p not in FUSED]
+    if len(small) < 2 or sum(len(plan.programs[p].nodes) for p in small) > SMALL:
+        return {p: [p] for p in plan.programs}
+    return {**{p: [p] for p in plan.programs if p in FUSED}, "sections": small}
 
 
 backend = CpuBackend()

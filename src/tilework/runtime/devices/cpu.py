@@ -10,8 +10,9 @@ import ctypes
 import fcntl
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import POINTER, Structure, c_char_p, c_int, c_int32, c_int64, c_size_t, c_uint64, c_void_p
+from pathlib import Path
 
 import torch
 
@@ -85,16 +86,23 @@ class Device:
         self.error = ctypes.create_string_buffer(_ERROR_SIZE)
         self.random = _Random(0, 0, buffers["rng/seed"].data_ptr() if "rng/seed" in buffers else None)
         self.programs: dict[str, _Program] = {}
-        self.libraries: list[ctypes.CDLL] = []
+        self.libraries: dict[str, ctypes.CDLL] = {}  # by member; a library holds one program or several
         self._keep: list[object] = []
+        self._release: list[Callable[[], object]] = []
         for name, program in artifact.manifest.programs.items():
-            library = _open(name, artifact.native[str(program.code)])
-            abi = (ctypes.c_char * 64).in_dll(library, "tilework_abi").value.decode()
+            member = str(program.code)
+            if member not in self.libraries:
+                self.libraries[member] = _open(Path(member).stem, artifact.native[member])
+            library = self.libraries[member]
+            try:
+                abi = (ctypes.c_char * 64).in_dll(library, f"tilework_abi_{name}").value.decode()
+            except ValueError:
+                abi = "none"
             if abi != program.abi:
                 raise BugError("native-abi", f"{artifact.path}: the native code of {name} was made for other buffers")
             handles = (c_void_p * len(program.buffers))(*[self._handle(b) for b in program.buffers])
-            self.programs[name] = _Program(ctypes.cast(library.tilework_run, c_void_p), handles)
-            self.libraries.append(library)
+            self.programs[name] = _Program(ctypes.cast(library[f"tilework_run_{name}"], c_void_p), handles)
+            self._release.append(library[f"tilework_release_{name}"])
             self._keep.append(handles)
 
     def _pin(self) -> None:
@@ -125,8 +133,8 @@ class Device:
         return _Bound(self, call)
 
     def close(self) -> None:
-        for library in self.libraries:
-            library.tilework_release()
+        for release in self._release:
+            release()
         for handle in self.handles.values():
             self.driver.tilework_free(handle)
         self.handles.clear()
