@@ -5,15 +5,19 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+import msgspec
+from msgspec import Meta, Struct
 
 from . import structure
 from .graph import DTYPES, TensorType
 
 FORMAT_VERSION = (1, 0)  # major: readers of another major refuse; minor: newer readers accept older files
 
-Size = Annotated[int, Field(ge=0, lt=2**40)]
-Name = Annotated[str, Field(min_length=1, max_length=512)]
+Size = Annotated[int, Meta(ge=0, lt=2**40)]
+Count = Annotated[int, Meta(ge=0)]
+Name = Annotated[str, Meta(min_length=1, max_length=512)]
+Sizes = Annotated[list[Size], Meta(max_length=16)]
+Version = Annotated[list[int], Meta(min_length=2, max_length=2)]
 
 
 def is_dropout(hyperparameter: str) -> bool:
@@ -21,29 +25,22 @@ def is_dropout(hyperparameter: str) -> bool:
     return not re.match(r"opt\d+\.g\d+\.(?!p$|p#)\w+$", hyperparameter) and hyperparameter not in ("clip_norm", "clip_value")
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+class _Table(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What is decoded is checked: every field, its type and its bounds, and __post_init__."""
 
 
-class Tensor(_Model):
+class Tensor(_Table, frozen=True):
     """A tensor's type. Strides are in elements."""
 
     dtype: str
-    shape: list[Size] = Field(max_length=16)
-    stride: list[Size] = Field(max_length=16)
+    shape: Sizes
+    stride: Sizes
 
-    @field_validator("dtype")
-    @classmethod
-    def _known_dtype(cls, value: str) -> str:
-        if value not in DTYPES:
-            raise ValueError(f"unknown dtype {value!r}")
-        return value
-
-    @model_validator(mode="after")
-    def _same_length(self) -> Tensor:
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"unknown dtype {self.dtype!r}")
         if len(self.shape) != len(self.stride):
             raise ValueError("shape and stride differ in length")
-        return self
 
     def type(self) -> TensorType:
         return TensorType(self.dtype, tuple(self.shape), tuple(self.stride))
@@ -53,21 +50,21 @@ class Tensor(_Model):
         return cls(dtype=kind.dtype, shape=list(kind.shape), stride=list(kind.stride))
 
 
-class Argument(_Model):
+class Argument(_Table, frozen=True):
     """An input or an output of the step, in the order of the flattened structure."""
 
     name: Name
     type: Tensor
 
 
-class Parameter(_Model):
+class Parameter(_Table, frozen=True):
     name: Name
     type: Tensor
     trainable: bool
     group: str | None  # the optimizer group that updates it
 
 
-class Group(_Model):
+class Group(_Table, frozen=True):
     """One parameter group of one optimizer. Its hyperparameters are named <prefix>.<name>."""
 
     prefix: Name
@@ -77,7 +74,7 @@ class Group(_Model):
     state: list[Name]
 
 
-class Program(_Model):
+class Program(_Table, frozen=True):
     """Code for one section, or for several fused into one: a function over named buffers."""
 
     sections: list[Literal["fwd", "bwd", "reduce", "opt", "infer"]]
@@ -86,37 +83,37 @@ class Program(_Model):
     graph: Name  # member with the graph, graphs/<name>.json
     code: str | None  # member with native code, None where the device needs none
     abi: str  # SHA-256 of the buffers' types and order; native code carries the same
-    flops: int = Field(ge=0)
-    bytes: int = Field(ge=0)
-    temporary_bytes: int = Field(ge=0)
+    flops: Count
+    bytes: Count
+    temporary_bytes: Count
 
 
-class Fingerprint(_Model):
+class Fingerprint(_Table, frozen=True):
     """What a machine must have to run this artifact. Compared part by part; each part says needs <= has."""
 
-    format: list[int] = Field(min_length=2, max_length=2)
+    format: Version
     device: Literal["cpu", "cuda", "reference", "null"]
-    torch: list[int] = Field(min_length=2, max_length=3)
+    torch: Annotated[list[int], Meta(min_length=2, max_length=3)]
     architecture: str  # "x86_64"
     features: list[str]  # instruction-set extensions, as /proc/cpuinfo names them
-    glibc: list[int] = Field(max_length=3)
+    glibc: Annotated[list[int], Meta(max_length=3)]
     options: dict[str, str | int | bool | list[str]]
 
 
-class Weights(_Model):
+class Weights(_Table, frozen=True):
     """Where the initial weights are: inside, in the file of this name beside the artifact, or nowhere."""
 
     where: Literal["inside", "separate", "none"]
-    file: str | None = Field(default=None, pattern=r"^[^/\\]+$")  # a plain name, never a path
+    file: Annotated[str, Meta(pattern=r"^[^/\\]+$")] | None = None  # a plain name, never a path
 
 
-class Manifest(_Model):
-    format: list[int] = Field(min_length=2, max_length=2)
+class Manifest(_Table, frozen=True):
+    format: Version
     name: Name
     created: str  # ISO 8601, UTC
     producer: str
     inputs: list[Argument]
-    num_model_inputs: int = Field(ge=0)
+    num_model_inputs: Count
     input_structure: list[Any]
     outputs: list[Argument]
     output_structure: list[Any]
@@ -125,7 +122,7 @@ class Manifest(_Model):
     losses: list[Name]
     separate_loss: bool
     batch_dim: int | None
-    num_micro_batches: int = Field(ge=1, le=2**20)
+    num_micro_batches: Annotated[int, Meta(ge=1, le=2**20)]
     accumulate: Literal["mean", "sum"]
     precision: Literal["float32", "bfloat16"]
     parameters: list[Parameter]
@@ -137,15 +134,10 @@ class Manifest(_Model):
     metadata: dict[str, Any]
     fingerprint: Fingerprint
 
-    @field_validator("input_structure", "output_structure", "infer_structure")
-    @classmethod
-    def _structure(cls, value: list[Any]) -> list[Any]:
-        structure.check(value)
-        return value
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Manifest:
+    def __post_init__(self) -> None:
         """Every name that one part mentions is defined by another."""
+        for found in (self.input_structure, self.output_structure, self.infer_structure):
+            structure.check(found)
         for name, program in self.programs.items():
             missing = [b for b in program.buffers if b not in self.buffers]
             if missing:
@@ -181,4 +173,11 @@ class Manifest(_Model):
                 raise ValueError(f"the {what} structure and the {what} list differ in length")
         if self.num_model_inputs > len(self.inputs):
             raise ValueError("more model inputs than inputs")
-        return self
+
+    def as_json(self) -> bytes:
+        return msgspec.json.format(msgspec.json.encode(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Manifest:
+        """Raises msgspec.ValidationError, with the place and the reason, or msgspec.DecodeError."""
+        return msgspec.json.decode(text, type=cls)

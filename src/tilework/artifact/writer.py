@@ -49,7 +49,7 @@ def write_artifact(
     report: str,
 ) -> str:
     """Returns the digest of the whole. `native` is by member name, such as native/step.so."""
-    members: dict[str, bytes] = {"manifest.json": manifest.model_dump_json(indent=1).encode()}
+    members: dict[str, bytes] = {"manifest.json": manifest.as_json()}
     for name, graph in graphs.items():
         members[f"graphs/{name}.json"] = json.dumps(graph.to_json()).encode()
         members[f"graphs/{name}.txt"] = graph.to_text().encode()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 from rich.table import Table
 
@@ -35,7 +36,7 @@ def command(
         return
     parts = compare(m.fingerprint, m.fingerprint.device)
     if json:
-        print_json({"digest": a.digest, "members": a.members, "fits": [vars(p) for p in parts], **m.model_dump()})
+        print_json({"digest": a.digest, "members": a.members, "fits": [vars(p) for p in parts], **msgspec.to_builtins(m)})
         return
     out.print(f"{m.name}: format {m.format[0]}.{m.format[1]}, {m.producer}, {m.created}, for {m.fingerprint.device}")
     out.print(f"sha256 {a.digest}")
