@@ -62,6 +62,8 @@ def settings(options: Options) -> dict[str, Any]:
         "cpp.threads": max(2, len(os.sched_getaffinity(0))),
         "cpp.min_chunk_size": 8192,
         "fx_graph_cache": False,
+        # Loops that share a buffer are tried for fusion with this many neighbours; all loops of an optimizer share one.
+        "max_fusion_buffer_group_pairwise_attempts": 16,
         "cpp.vec_isa_ok": True,  # our own flags say what the machine has: no test programs have to be compiled
     }
     if options.isa in SIMD_BITS:
