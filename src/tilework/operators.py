@@ -33,6 +33,26 @@ def _(a: Tensor, b: Tensor) -> Tensor:
     return a.new_empty((a.shape[0], a.shape[1], b.shape[2]))
 
 
+# A weight after a step of plain SGD whose gradient is a product; `decay` may be None.
+
+
+@torch.library.custom_op("tilework::updated_by_product", mutates_args=())
+def updated_by_product(weight: Tensor, a: Tensor, b: Tensor, lr: Tensor, decay: Tensor | None) -> Tensor:
+    gradient = torch.mm(a, b)
+    return weight - (gradient if decay is None else gradient + weight * decay) * lr
+
+
+@updated_by_product.register_fake
+def _(weight: Tensor, a: Tensor, b: Tensor, lr: Tensor, decay: Tensor | None) -> Tensor:
+    return torch.empty_like(weight)
+
+
+@torch.library.custom_op("tilework::update_by_product", mutates_args=("weight",))
+def update_by_product(weight: Tensor, a: Tensor, b: Tensor, lr: Tensor, decay: Tensor | None) -> None:
+    """The same in place: what the native code does."""
+    weight.copy_(updated_by_product(weight, a, b, lr, decay))
+
+
 # Maximum pooling with windows that do not overlap. x [n, c, h, w]; kernel, stride and padding are pairs.
 
 

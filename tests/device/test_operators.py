@@ -266,3 +266,47 @@ def test_library_convolutions_get_weights_with_channels_last(workshop) -> None:
     for name, p in model.state_dict().items():
         for session in (fused, pieces, replay):
             assert torch.allclose(session.state_dict()[name].float(), p.float(), rtol=1e-3, atol=1e-5), name
+
+
+class WeightsInUse(nn.Module):
+    """Weights that something else reads as well: another layer (tied), an output (the old value), the loss (a penalty)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain, self.tied, self.shown, self.square = (nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x, y):
+        h = torch.tanh(self.tied(torch.relu(self.plain(x))))
+        h = self.square(self.shown(torch.tanh(nn.functional.linear(h, self.tied.weight))))
+        return nn.functional.mse_loss(h, y) + 0.1 * self.square.weight.square().sum(), self.shown.weight * 1.0
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.01])
+def test_updates_within_the_product(decay: float, workshop) -> None:
+    x, y = torch.randn(5, 6), torch.randn(5, 6)
+    found = {}
+    for off in ((), ("updates",)):
+        torch.manual_seed(3)
+        model = WeightsInUse()
+        step = tilework.Step(
+            model=model, inputs=(x, y), loss=0, optimizer=torch.optim.SGD(model.parameters(), 0.1, weight_decay=decay)
+        )
+        path = workshop / f"updates-{decay}-{len(off)}.pef"
+        tilework.compile(step, path, options=tilework.Options(opt_level=1, disable=off), weights="inside")
+        session = tilework.load(path)
+        count = session.artifact.graphs["step"].to_text().count("updated_by_product")
+        assert count == (0 if off else 2), "plain and shown; a tied weight's gradient is a sum, and so is one with a penalty"
+        found[off] = [session.run(x, y) for _ in range(3)], session.state_dict()
+    torch.manual_seed(3)
+    model = WeightsInUse()
+    opt = torch.optim.SGD(model.parameters(), 0.1, weight_decay=decay)
+    for results in zip(*(r for r, _ in found.values()), strict=True):
+        opt.zero_grad()
+        loss, shown = model(x, y)
+        for result in results:
+            assert torch.allclose(result.loss, loss, rtol=1e-5) and torch.allclose(result.outputs[1], shown, atol=1e-6)
+        loss.backward()
+        opt.step()
+    for _, state in found.values():
+        for name, p in model.named_parameters():
+            assert torch.allclose(state[name], p, rtol=1e-5, atol=1e-6), name

@@ -55,6 +55,7 @@ def register() -> None:
     from torch._inductor.ir import ExternKernel, FixedLayout, Pointwise, TensorBox, as_storage_and_layout
     from torch._inductor.lowering import register_lowering
     from torch._inductor.virtualized import V, ops
+    from torch.utils._ordered_set import OrderedSet
 
     class NativeCall(ir.ExternKernelOut):
         """out = function(inputs, constants), written as one line of C++ over pointers."""
@@ -71,6 +72,29 @@ def register() -> None:
         def codegen(self, wrapper: Any) -> None:
             pointers = [f"tilework::pointer({self.get_name()})", *map(_pointer, self.inputs)]
             wrapper.writeline(f"tilework::{self.function}({', '.join([*pointers, *self.constants])});")
+
+    class NativeUpdate(ir.ExternKernel):
+        """function(target, inputs, constants), which changes the target."""
+
+        def __init__(self, function: str, target: Any, inputs: Sequence[Any], constants: Sequence[str]) -> None:
+            layout = ir.NoneLayout(device=target.get_device())
+            super().__init__(None, layout, self.unwrap_storage([target, *inputs]), python_kernel_name=f"tilework.{function}")
+            self.function, self.constants = function, constants
+            V.graph.mark_buffer_mutated(target.get_name())
+            self.name = V.graph.register_buffer(self)
+            V.graph.register_operation(self)
+
+        def codegen(self, wrapper: Any) -> None:
+            wrapper.writeline(f"tilework::{self.function}({', '.join([*map(_pointer, self.inputs), *self.constants])});")
+
+        def should_allocate(self) -> bool:
+            return False
+
+        def get_mutation_names(self) -> Sequence[str]:
+            return [self.input_name(0)]
+
+        def get_unbacked_symbol_defs(self) -> Any:
+            return OrderedSet()
 
     def _pointer(x: Any) -> str:
         storage, layout = as_storage_and_layout(x)
@@ -134,6 +158,14 @@ def register() -> None:
         if n == 1 and (k == 1 or b_turned or b_at[-1] == 1):  # the same, turned round
             return call("vector_product", [m, n], [y, x], k, m, a_at[-1], not a_turned)
         return call("product", [m, n], [x, y], m, k, n, *a_at, a_turned, *b_at, b_turned)
+
+    @register_lowering(tilework.update_by_product.default, type_promotion_kind=None)
+    def update_by_product(weight: Any, a: Any, b: Any, lr: Any, decay: Any) -> None:
+        (m, k), (_, n) = sizes(a), sizes(b)
+        (x, a_at, a_turned), (y, b_at, b_turned) = matrix(a), matrix(b)
+        scalars = [ExternKernel.realize_input(s) for s in (lr, decay) if s is not None]
+        numbers = [m, k, n, *a_at, a_turned, *b_at, b_turned]
+        NativeUpdate("update_by_product", weight, [x, y, *scalars], [str(c).lower() for c in numbers])
 
     @register_lowering(tilework.batch_product.default, type_promotion_kind=None)
     def batch_product(a: Any, b: Any) -> Any:

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from ..artifact.graph import DTYPES, Graph, Ref, TensorType
 
 aten = torch.ops.aten
+_UPDATE = "tilework.updated_by_product.default"
 
 
 def to_fx(graph: Graph, mode: FakeTensorMode) -> torch.fx.GraphModule:
@@ -41,6 +42,7 @@ class _Translation:
         self.fx = torch.fx.Graph()
         self.env: dict[str, Any] = {}  # name -> fx node, or several of them for an operator with several results
         self.known: dict[Any, torch.fx.GraphModule] = {}
+        self.updates: dict[str, Any] = {}  # node -> the arguments of an update in place
 
     def run(self) -> torch.fx.GraphModule:
         for i, buffer in enumerate(self.graph.buffers):
@@ -49,7 +51,9 @@ class _Translation:
         for node in self.graph.nodes:
             op = operator_named(node.op)
             args, kwargs = self._value(node.args), self._value(node.kwargs)
-            if op in self.simpler:
+            if node.op == _UPDATE:
+                self.updates[node.name] = args  # made in place, when its weight is written
+            elif op in self.simpler:
                 self.env[node.name] = self._inline(op, args, kwargs)
             elif op is operator.getitem and isinstance(args[0], (list, tuple)):
                 self.env[node.name] = args[0][args[1]]
@@ -60,7 +64,9 @@ class _Translation:
                 made.meta["val"] = fakes if several else fakes[0]
         results = dict(self.graph.writes)
         for buffer in self.graph.buffers:  # their order: copies of a buffer's old value before it gets its new one
-            if buffer in results:
+            if results.get(buffer) in self.updates:
+                self.fx.call_function(torch.ops.tilework.update_by_product.default, self.updates[results[buffer]])
+            elif buffer in results:
                 stored = self.fx.call_function(aten.copy_.default, (self.env[buffer], self.env[results[buffer]]))
                 stored.meta["val"] = self.env[buffer].meta["val"]
         self.fx.output(())

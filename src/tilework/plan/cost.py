@@ -35,11 +35,14 @@ def _shape(arg: object, types: dict[str, TensorType | None]) -> tuple[int, ...]:
 def _flops(node: Node, types: dict[str, TensorType | None]) -> int:
     op = node.op.split(".")[1] if "." in node.op else node.op
     out = node.types[0] if node.types else None
-    if op in ("mm", "bmm"):
+    if op in ("mm", "bmm", "product", "batch_product"):
         return 2 * (out.numel if out else 0) * _shape(node.args[0], types)[-1]
-    if op in ("addmm", "baddbmm"):
+    if op in ("addmm", "baddbmm", "updated_by_product"):
         return 2 * (out.numel if out else 0) * _shape(node.args[1], types)[-1]
-    if op == "convolution":
+    if op in ("small_conv_input_grad", "small_conv_weight_grad"):  # (grad, weight, ...) and (grad, x, shape of the weight, ...)
+        weight = _shape(node.args[1], types) if op == "small_conv_input_grad" else node.args[2]
+        return 2 * math.prod(_shape(node.args[0], types)) * math.prod(weight[1:])
+    if op in ("convolution", "small_conv"):
         return 2 * (out.numel if out else 0) * math.prod(_shape(node.args[1], types)[1:])
     if op == "convolution_backward":
         once = 2 * math.prod(_shape(node.args[0], types)) * math.prod(_shape(node.args[2], types)[1:])

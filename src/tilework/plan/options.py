@@ -8,7 +8,7 @@ from typing import Literal
 from ..errors import UserError, did_you_mean
 
 DEVICES = ("cpu", "reference", "null")
-PASSES = ("fuse", "small_convolutions", "products", "channels_last")
+PASSES = ("fuse", "small_convolutions", "products", "updates", "channels_last")
 
 
 @dataclass(frozen=True, kw_only=True)

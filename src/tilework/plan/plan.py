@@ -16,6 +16,7 @@ from .join import accumulate, join
 from .layout import channels_last
 from .options import Options
 from .products import products
+from .updates import updates
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def plan(step: StepGraph, options: Options) -> Plan:
             expected="loss=... (a function, or the position of the loss among forward's outputs)",
         )
     if options.device == "cpu":
-        for name, change in {"small_convolutions": small_convolutions, "products": products}.items():
+        for name, change in {"small_convolutions": small_convolutions, "products": products, "updates": updates}.items():
             if name not in options.disable:
                 programs = {program: change(graph) for program, graph in programs.items()}
         if "channels_last" not in options.disable:

@@ -51,6 +51,11 @@ class Result:
             self._outputs = self._plan.outputs(self._raw)
         return self._outputs
 
+    @property
+    def flat(self) -> list[Tensor]:
+        """Every output in the manifest's order. Of several micro-batches: scalars one a step, the rest side by side."""
+        return self._plan.flat(self._raw) if self._plan is not None else []
+
     def __repr__(self) -> str:
         return f"Result(loss={self.loss})"
 
@@ -99,9 +104,25 @@ class OutputPlan:
         losses = self.losses(raw)
         if losses is None or self.count == 1:
             return None if losses is None else losses[0]
-        steps = losses.reshape(self.num_steps, -1, *losses.shape[1:])
-        steps = steps.mean(1) if self.manifest.accumulate == "mean" else steps.sum(1)
-        return steps.mean(0)
+        return self._a_step(losses).mean(0)
+
+    def _a_step(self, values: Tensor) -> Tensor:
+        """[micro-batches of all steps, ...] -> [steps, ...], as gradients accumulate."""
+        steps = values.reshape(self.num_steps, -1, *values.shape[1:])
+        return steps.mean(1) if self.manifest.accumulate == "mean" else steps.sum(1)
+
+    def flat(self, raw: Sequence[Tensor]) -> list[Tensor]:
+        if self.count == 1:
+            return list(raw)
+        found = []
+        for tensor, how in zip(raw, self.how, strict=True):
+            if how == "all" and tensor.dim() == 1 and tensor.is_floating_point():
+                steps = self._a_step(tensor)
+                tensor = steps if self.num_steps > 1 else steps[0]
+            elif how == "all":
+                tensor = joined(tensor, self.manifest.batch_dim)
+            found.append(tensor)
+        return found
 
     def outputs(self, raw: Sequence[Tensor]) -> Any:
         if self._only_losses and any(i is None for i in self._own):
