@@ -21,6 +21,7 @@ from .optimizers import Group, clip, derived, groups_of, packed
 from .partition import label_sections, partition
 from .pooling import pooling
 from .probe import Probe, evaluate, preserved, run_probe
+from .rewrites import captured
 from .trace import keep_backward_sources, to_graph, trace
 
 
@@ -325,7 +326,8 @@ class _Capture:
         def infer(*args: Tensor) -> list[Tensor]:
             nonlocal structure
             inputs, _ = self._fresh([*args[:n], *self.flat[n:]])
-            with seeded(args[n]), torch.autocast("cpu", torch.bfloat16, enabled=self.step.precision == "bfloat16"):
+            bf16 = self.step.precision == "bfloat16"
+            with seeded(args[n]), captured(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
                 outputs, structure = flatten(self.step.call_model(inputs))
             return [o.detach() for o in outputs]
 

@@ -25,7 +25,7 @@ from ..errors import Place, TileworkError, UserError
 from ..random import RANDOM_OPERATORS, DropoutSite, seeded
 from ..reach import hidden_parameters
 from ..step import Step
-from .rewrites import Rewrites
+from .rewrites import captured
 from .source import line_text, short, user_frame, user_line_of_exception
 
 aten = torch.ops.aten
@@ -277,7 +277,7 @@ def preserved(step: Step) -> Iterator[None]:
 
 def evaluate(step: Step, inputs: Any, targets: Any) -> tuple[list[Tensor], Structure]:
     """Forward and loss: every output tensor (a separate loss first), and the structure of the model's own output."""
-    with Rewrites(), torch.autocast("cpu", torch.bfloat16, enabled=step.precision == "bfloat16", cache_enabled=False):
+    with captured(), torch.autocast("cpu", torch.bfloat16, enabled=step.precision == "bfloat16", cache_enabled=False):
         output = step.call_model(inputs)
         outputs, structure = flatten(output)
         if step.loss_function is not None:

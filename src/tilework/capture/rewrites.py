@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,3 +25,16 @@ _REWRITES: dict[Any, Any] = {F.one_hot: _one_hot, torch._C._nn.one_hot: _one_hot
 class Rewrites(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         return _REWRITES.get(func, func)(*args, **(kwargs or {}))
+
+
+@contextmanager
+def captured() -> Iterator[None]:
+    """Around the user's model and loss while they are captured. Code that asks whether it is being compiled hears yes, as from
+    torch.export: libraries leave out what looks at values then."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        with Rewrites():
+            yield
+    finally:
+        torch.compiler._is_compiling_flag = before

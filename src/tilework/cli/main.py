@@ -42,9 +42,9 @@ def _root(
 
 
 def _register() -> None:
-    from . import cache, compile, doctor, inspect, measure, run, test
+    from . import cache, compile, doctor, inspect, measure, run, site, test
 
-    for module in (compile, run, test, measure, inspect, cache, doctor):
+    for module in (compile, run, test, measure, inspect, cache, doctor, site):
         app.command(module.NAME, help=module.HELP, epilog=module.EXAMPLE)(module.command)
 
 

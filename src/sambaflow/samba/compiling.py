@@ -1,0 +1,180 @@
+"""samba.session.compile: from a model, inputs and optimizers, as an app gives them, to a tilework.Step and a file."""
+
+from __future__ import annotations
+
+import os
+import time
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import tilework
+from tilework.artifact.structure import flatten
+
+from .conversion import plain
+from .sambatensor import SambaTensor, to_torch
+
+METADATA = "sambaflow"  # the key of the artifact's metadata below which all of ours is
+_LOSS_WORDS = ("Loss", "CrossEntropy", "KlDiv")  # in the names of autograd's nodes
+
+
+def as_call(inputs: Any) -> Any:
+    """What the model is called with: a tuple, or a dict. Apps give tuples, lists, dicts or a bare tensor."""
+    if isinstance(inputs, Mapping):
+        return {k: _plain(v) for k, v in inputs.items()}
+    if isinstance(inputs, (tuple, list)):
+        return tuple(_plain(v) for v in inputs)
+    return (_plain(inputs),)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return (
+            to_torch(value).detach().requires_grad_(value.requires_grad)
+            if value.is_floating_point()
+            else to_torch(value).detach()
+        )
+    if isinstance(value, Mapping):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(_plain(v) for v in value)
+    return value
+
+
+def leaves(inputs: Any) -> list[Any]:
+    """The tensors among the inputs, in order."""
+    found: list[Any] = flatten(inputs if isinstance(inputs, (tuple, list, Mapping)) else (inputs,))[0]
+    return found
+
+
+def batch_dim_of(inputs: Any) -> int:
+    return next((t.batch_dim for t in leaves(inputs) if isinstance(t, SambaTensor) and t.batch_dim is not None), 0)
+
+
+def losses_of(model: nn.Module, call: Any, loss_indices: Sequence[int] | None) -> list[int]:
+    """Which outputs backward starts from: those named; else the scalars and what a loss function returned; else all."""
+    if loss_indices is not None:
+        return [int(i) for i in ([loss_indices] if isinstance(loss_indices, int) else loss_indices)]
+    state = torch.get_rng_state()
+    buffers = {k: b.clone() for k, b in model.named_buffers()}
+    with torch.enable_grad():
+        outputs = flatten(model(**call) if isinstance(call, Mapping) else model(*call))[0]
+    torch.set_rng_state(state)
+    with torch.no_grad():
+        for k, b in model.named_buffers():
+            b.copy_(buffers[k])
+    able = [i for i, o in enumerate(outputs) if o.requires_grad and o.is_floating_point()]
+    likely = [i for i in able if outputs[i].dim() == 0 or any(w in _source(outputs[i]) for w in _LOSS_WORDS)]
+    return likely or able
+
+
+def _source(output: Tensor) -> str:
+    return output.grad_fn.name() if output.grad_fn is not None else ""
+
+
+def make_step(
+    model: nn.Module,
+    inputs: Any,
+    optimizers: Any,
+    args: Namespace,
+    *,
+    loss_indices: Sequence[int] | None = None,
+    inference: bool = False,
+    metadata: Mapping[str, Any] | None = None,
+) -> tilework.Step:
+    call, dim = as_call(inputs), batch_dim_of(inputs)
+    several = [] if optimizers is None else list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
+    micro = num_micro_batches(args, leaves(call), dim)
+    if micro > 1:
+        call = _first_part(call, micro, dim)
+    norms = {n for o in several if (n := getattr(o, "max_grad_norm", None))}
+    if len(norms) > 1:
+        raise tilework.UserError("sambaflow-clipping", "the optimizers have different max_grad_norm", found=str(sorted(norms)),
+                                 expected="one global norm for all", fix="give all of them the same max_grad_norm")  # fmt: skip
+    notes = {
+        "args": _jsonable(vars(args)),
+        "modules": {k: type(m).__name__ for k, m in model.named_modules()},
+        "inputs": [getattr(t, "sn_name", None) for t in leaves(inputs)],
+        "inference": inference,
+        **_jsonable(dict(metadata or {})),
+    }
+    if inference:
+        loss: Any = None
+        several = []
+    else:
+        loss = losses_of(model, call, loss_indices)
+    return tilework.Step(
+        model=model,
+        inputs=call,
+        loss=loss,
+        optimizer=several or None,
+        clip_norm=norms.pop() if norms and several else None,
+        num_micro_batches=micro,
+        precision="bfloat16" if _wants_bf16(args) else "float32",
+        batch_dim=dim,
+        metadata={METADATA: notes},
+    )
+
+
+def num_micro_batches(args: Namespace, tensors: Sequence[Tensor], dim: int) -> int:
+    """-mb: the batch is divided into micro-batches of this size, whose gradients add up to one update."""
+    size = getattr(args, "microbatch_size", None)
+    batch = next((t.shape[dim] for t in tensors if t.dim() > dim), 1)
+    if not size or size >= batch:
+        return 1
+    if batch % size:
+        raise tilework.UserError("sambaflow-microbatch", "the batch is not a whole number of micro-batches",
+                                 found=f"batch {batch}, micro-batch {size}", fix="choose -mb so that it divides -b")  # fmt: skip
+    return batch // int(size)
+
+
+def _first_part(value: Any, count: int, dim: int) -> Any:
+    if isinstance(value, Tensor):
+        if value.dim() <= dim:
+            return value
+        return value.narrow(dim, 0, value.shape[dim] // count).detach().clone().requires_grad_(value.requires_grad)
+    if isinstance(value, Mapping):
+        return {k: _first_part(v, count, dim) for k, v in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(_first_part(v, count, dim) for v in value)
+    return value
+
+
+def _wants_bf16(args: Namespace) -> bool:
+    preset = str(getattr(args, "graphamp_preset", None) or "mp0").lower()
+    return preset not in ("mp0", "none", "default", "off", "fp32") or bool(getattr(args, "enable_mixed_precision_ops", None))
+
+
+def compile_to(step: tilework.Step, path: Path, report: Any, *, inference: bool, device: str | None = None) -> tilework.Compiled:
+    """Room for momentum, because hyperparam_dict may bring some; gradients are kept, because sn_grad may be read."""
+    options = tilework.Options(device=device or os.environ.get("TILEWORK_DEVICE", "cpu"), keep_momentum=True, keep_gradients=True)
+    frozen = [p for p in step.model.parameters() if p.requires_grad] if inference else []
+    for p in frozen:
+        p.requires_grad_(False)
+    try:
+        with plain(step.model):
+            return tilework.compile(step, path, options=options, weights="none", report=report)  # type: ignore[attr-defined]
+    finally:
+        for p in frozen:
+            p.requires_grad_(True)
+
+
+def pef_path(args: Namespace, name: str) -> Path:
+    """-p names the file; else <output-folder>/<pef-name>/<pef-name>.pef; without a name, time and process make one."""
+    if getattr(args, "command", None) == "compile" and getattr(args, "pef", None):
+        return Path(args.pef)
+    folder = Path(getattr(args, "output_folder", None) or "out")
+    chosen = getattr(args, "pef_name", None) or f"{name}_{time.strftime('%Y%m%d_%H%M%S')}_{os.getpid()}"
+    return folder / chosen / f"{chosen}.pef"
+
+
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(k): _jsonable(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple, set)):
+        return [_jsonable(v) for v in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)

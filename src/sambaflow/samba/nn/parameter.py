@@ -1,0 +1,3 @@
+from torch.nn.parameter import *  # noqa: F403
+
+from ..sambatensor import SambaParameter as SambaParameter

@@ -1,0 +1,36 @@
+"""How an app ends on a mistake: what was found and expected, exit code 2 (3 for the environment), no traceback."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import Any
+
+import tilework
+
+debug = False
+_EXIT_CODES = ((tilework.UserError, 2), (tilework.MachineError, 3), (tilework.BugError, 4))
+
+
+def install() -> None:
+    """Called when an app parses its arguments: from then on the app is a command."""
+    if sys.excepthook is not _hook:
+        global _before
+        _before = sys.excepthook
+        sys.excepthook = _hook
+
+
+_before: Any = sys.excepthook
+
+
+def _hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    code = next((c for k, c in _EXIT_CODES if isinstance(error, k)), None)
+    if code is None or debug:
+        _before(kind, error, traceback)
+        return
+    print(error, file=sys.stderr)
+    sys.stderr.flush()
+    sys.stdout.flush()
+    import os
+
+    os._exit(code)  # an excepthook cannot choose the exit code in any other way
