@@ -66,10 +66,11 @@ def error_ids() -> set[str]:
     found = set()
     for path in (ROOT / "src").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, (ast.Name, ast.Attribute)) and node.args):
                 continue
             first = node.args[0]
-            if node.func.id in ("UserError", "MachineError", "BugError", "_bad") and isinstance(first, ast.Constant):
+            name = node.func.id if isinstance(node.func, ast.Name) else node.func.attr  # UserError, tilework.UserError
+            if name in ("UserError", "MachineError", "BugError", "_bad") and isinstance(first, ast.Constant):
                 found.add(first.value)
     return found
 

@@ -60,6 +60,15 @@ def test_the_engine_knows_no_vendor_word() -> None:
         assert not [word for word in VENDOR_WORDS if word in text], path
 
 
+FRONTENDS = [SOURCE.parent / "sambaflow"]
+FOR_FRONTENDS = {"errors", "zoo", "artifact"}  # beside what `import tilework` gives
+
+
+@pytest.mark.parametrize("path", [f for room in FRONTENDS for f in sorted(room.rglob("*.py"))], ids=lambda p: p.stem)
+def test_a_frontend_uses_the_public_engine(path: Path) -> None:
+    assert imports(path) <= FOR_FRONTENDS
+
+
 def test_every_device_has_a_backend_and_a_runtime() -> None:
     from tilework.plan.options import DEVICES
 

@@ -140,16 +140,14 @@ class Runner:
     def _forward(self, given: list[Tensor], steps: int, in_eval: bool) -> list[Tensor]:
         """Forward alone, batch by batch where several were given: as in eval mode, or as in training."""
         count = steps * self.manifest.num_micro_batches
-        if count == 1:
-            return self._one_forward(given, in_eval)
-        dim = self.manifest.batch_dim or 0
-        parts = [self._one_forward(list(part), in_eval) for part in zip(*(g.chunk(count, dim) for g in given), strict=True)]
-        return [torch.stack(p) if p[0].dim() == 0 else torch.cat(p, dim) for p in zip(*parts, strict=True)]
-
-    def _one_forward(self, given: list[Tensor], in_eval: bool) -> list[Tensor]:
         if in_eval:
-            return list(flatten(self.core.infer(*given))[0])
-        return self.core.run(*given, sections=["fwd"]).flat
+            return list(flatten(self.core.infer(*given, num_batches=count))[0])
+        dim = self.manifest.batch_dim or 0
+        batches = zip(*(g.chunk(count, dim) for g in given), strict=True) if count > 1 else [given]
+        parts = [self.core.run(*batch, sections=["fwd"]).flat for batch in batches]
+        if count == 1:
+            return parts[0]
+        return [torch.stack(p) if p[0].dim() == 0 else torch.cat(p, dim) for p in zip(*parts, strict=True)]
 
     def _keep(self, raw: Sequence[Tensor]) -> list[SambaTensor]:
         self.outputs = made = [t.as_subclass(SambaTensor) for t in raw]

@@ -26,7 +26,7 @@ from ..artifact.structure import unflatten
 from ..artifact.writer import write_whole
 from ..errors import MachineError, UserError, did_you_mean
 from . import sync
-from .arguments import InputPlan
+from .arguments import InputPlan, joined
 from .devices import Bound, Call, NotANumber, open_device
 from .loader import Chunk
 from .results import OutputPlan, Result
@@ -243,15 +243,21 @@ class Session:
             yield self.run(*chunk.inputs, num_steps=chunk.num_steps, hyper=now or None, outputs=outputs)
             done += chunk.num_steps
 
-    def infer(self, *inputs: Any) -> Any:
-        """The model in eval mode: its outputs, nothing changed. Works from any artifact."""
+    def infer(self, *inputs: Any, num_batches: int = 1) -> Any:
+        """The model in eval mode: its outputs, nothing changed. Works from any artifact.
+
+        num_batches   this many batches, side by side, in one native call; so are the outputs, scalars one a batch.
+        """
         self._need_weights()
         m = self.manifest
-        outputs = [torch.empty(a.type.shape, dtype=DTYPES[a.type.dtype]) for a in m.infer_outputs]
+        several = (num_batches,) if num_batches > 1 else ()
+        outputs = [torch.empty((*several, *a.type.shape), dtype=DTYPES[a.type.dtype]) for a in m.infer_outputs]
         with self._lock:
-            plan, bound, _ = self._prepare("infer", 1)
+            plan, bound, _ = self._prepare("infer", num_batches)
             bound.run(plan.take(inputs), outputs)
             self._ran_forward = False
+        if several:
+            outputs = [joined(o, m.batch_dim) for o in outputs]
         return unflatten(m.infer_structure, iter(outputs))
 
     @property

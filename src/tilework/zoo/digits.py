@@ -55,8 +55,8 @@ def load(split: str = "train", folder: str | Path | None = None) -> tuple[Tensor
     part = {"train": "train", "test": "t10k"}[split]
     images = read_idx(_find(place, f"{part}-images-idx3-ubyte.gz"))
     labels = read_idx(_find(place, f"{part}-labels-idx1-ubyte.gz"))
-    x = torch.from_numpy(images.astype(np.float32) / 255.0)
-    return ((x - MEAN) / STD).unsqueeze(1), torch.from_numpy(labels.astype(np.int64))
+    x = torch.from_numpy(np.array(images)).to(torch.float32).div_(255.0).sub_(MEAN).div_(STD)
+    return x.unsqueeze(1), torch.from_numpy(labels.astype(np.int64))
 
 
 def batches(x: Tensor, y: Tensor, batch_size: int, seed: int | None) -> Iterator[tuple[Tensor, Tensor]]:

@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+
+@contextmanager
+def _without_the_compiler() -> Iterator[None]:
+    """torch imports its whole compiler, more than a second, when the first optimizer is made, only to exempt one function from
+    being compiled. Here it is not, as long as nobody else has imported it."""
+    function: Any = getattr(torch.optim.Optimizer.add_param_group, "__wrapped__", None)
+    if function is None or "torch._dynamo" in sys.modules or hasattr(function, _EXEMPT):
+        yield
+        return
+    setattr(function, _EXEMPT, function)
+    try:
+        yield
+    finally:
+        delattr(function, _EXEMPT)
+
+
+_EXEMPT = "__dynamo_disable"
 
 
 class SGD(torch.optim.SGD):
     def __init__(
         self, params: Iterable[Any], lr: float = 1e-3, momentum: float = 0, weight_decay: float = 0, **rest: Any
     ) -> None:
-        super().__init__(_listed(params), lr=lr, momentum=momentum, weight_decay=weight_decay, **rest)
+        with _without_the_compiler():
+            super().__init__(_listed(params), lr=lr, momentum=momentum, weight_decay=weight_decay, **rest)
 
 
 class AdamW(torch.optim.AdamW):
@@ -28,7 +49,8 @@ class AdamW(torch.optim.AdamW):
         max_grad_norm: float | None = None,
         **rest: Any,
     ) -> None:
-        super().__init__(_listed(params), lr=lr, betas=(betas[0], betas[1]), eps=eps, weight_decay=weight_decay, **rest)
+        with _without_the_compiler():
+            super().__init__(_listed(params), lr=lr, betas=(betas[0], betas[1]), eps=eps, weight_decay=weight_decay, **rest)
         self.max_grad_norm = max_grad_norm
 
 
@@ -43,7 +65,8 @@ class Adam(torch.optim.Adam):
         max_grad_norm: float | None = None,
         **rest: Any,
     ) -> None:
-        super().__init__(_listed(params), lr=lr, betas=(betas[0], betas[1]), eps=eps, weight_decay=weight_decay, **rest)
+        with _without_the_compiler():
+            super().__init__(_listed(params), lr=lr, betas=(betas[0], betas[1]), eps=eps, weight_decay=weight_decay, **rest)
         self.max_grad_norm = max_grad_norm
 
 
