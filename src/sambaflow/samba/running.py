@@ -31,6 +31,8 @@ class Runner:
         self.path, self.model, self.optimizers, self.step = path, model, list(optimizers), step
         self.num_spatial = num_spatial  # steps in one run with --mapping spatial
         self.manifest = m = self.core.manifest
+        for optimizer in self.optimizers:  # a scheduler checks that steps were made: they are, on the device
+            optimizer._opt_called = True
         self.inference = bool(m.metadata.get(METADATA, {}).get("inference", False))
         self.outputs: list[SambaTensor] = []  # of the last forward
         self._dtypes = [self.core.buffers[f"input/{a.name}"].dtype for a in m.inputs]
