@@ -88,7 +88,7 @@ def make_step(
 ) -> tilework.Step:
     call, dim = as_call(inputs), batch_dim_of(inputs)
     several = [] if optimizers is None else list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
-    micro = num_micro_batches(args, leaves(call), dim)
+    micro = 1 if inference else num_micro_batches(args, leaves(call), dim)  # nothing accumulates in a forward pass
     if micro > 1:
         call = _first_part(call, micro, dim)
     norms = {n for o in several if (n := getattr(o, "max_grad_norm", None))}

@@ -58,6 +58,7 @@ class Profiler:
         warmup: int = 0,
         num_samples_per_iter: int | None = None,
         measurements: Sequence[str] | None = None,
+        show: bool = True,
         **_: Any,
     ) -> str:
         lines = [f"{'event':<30} {'count':>8} {'mean':>12} {'median':>12} {'total':>12}"]
@@ -67,5 +68,6 @@ class Profiler:
             if num_samples_per_iter and mean:
                 lines[-1] += f" {num_samples_per_iter / mean:>12.1f} samples/s"
         text = "\n".join(lines)
-        print(text)
+        if show:
+            print(text)
         return text

@@ -141,15 +141,22 @@ class Runner:
 
     def _forward(self, given: list[Tensor], steps: int, in_eval: bool) -> list[Tensor]:
         """Forward alone, batch by batch where several were given: as in eval mode, or as in training."""
-        count = steps * self.manifest.num_micro_batches
+        count, dim = steps * self.manifest.num_micro_batches, self.manifest.batch_dim or 0
         if in_eval:
-            return list(flatten(self.core.infer(*given, num_batches=count))[0])
-        dim = self.manifest.batch_dim or 0
-        batches = zip(*(g.chunk(count, dim) for g in given), strict=True) if count > 1 else [given]
-        parts = [self.core.run(*batch, sections=["fwd"]).flat for batch in batches]
-        if count == 1:
-            return parts[0]
-        return [torch.stack(p) if p[0].dim() == 0 else torch.cat(p, dim) for p in zip(*parts, strict=True)]
+            outputs = list(flatten(self.core.infer(*given, num_batches=count))[0])
+        elif count == 1:
+            outputs = self.core.run(*given, sections=["fwd"]).flat
+        else:
+            batches = zip(*(g.chunk(count, dim) for g in given), strict=True)
+            parts = [self.core.run(*batch, sections=["fwd"]).flat for batch in batches]
+            outputs = [torch.stack(p) if p[0].dim() == 0 else torch.cat(p, dim) for p in zip(*parts, strict=True)]
+        return [self._a_step(o, steps) if count > steps and o.shape == (count,) and o.is_floating_point() else o for o in outputs]
+
+    @staticmethod
+    def _a_step(losses: Tensor, steps: int) -> Tensor:
+        """Of each micro-batch -> of each step; a single one is a scalar, as in training."""
+        mean = losses.reshape(steps, -1).mean(1)
+        return mean if steps > 1 else mean[0]
 
     def _keep(self, raw: Sequence[Tensor]) -> list[SambaTensor]:
         self.outputs = made = [t.as_subclass(SambaTensor) for t in raw]

@@ -345,7 +345,7 @@ class SambaSession:
 
     def end_samba_profile(self, path: str | None = None) -> None:
         if path:
-            Path(path).write_text(self.profiler.print_statistics() + "\n")
+            Path(path).write_text(self.profiler.print_statistics(show=False) + "\n")
 
     start_runtime_profile = start_samba_profile
     end_runtime_profile = end_samba_profile

@@ -331,6 +331,18 @@ def test_micro_batches(compiled) -> None:
     same_weights(host, model)
 
 
+def test_micro_batches_without_training(compiled) -> None:
+    """--inference beside -mb: from a PEF of its own, and in eval mode from a training PEF; the loss is that of the batch."""
+    x, y = batch(8)
+    for flags, section in ((["-b", "8", "-mb", "2", "--inference"], None), (["-b", "8", "-mb", "2"], ["fwd"])):
+        _, model, _, _ = compiled(net, *flags)
+        expected, out = model(x, y)
+        found = samba.session.run([x, y], model.output_tensors, section_types=section)
+        assert found[0].shape == () and abs(float(found[0]) - float(expected)) < 1e-5
+        assert torch.allclose(found[1], out, atol=1e-5)
+        samba.session.reset()
+
+
 class PerToken(nn.Module):
     def __init__(self) -> None:
         super().__init__()
