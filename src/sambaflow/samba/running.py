@@ -200,13 +200,18 @@ class Runner:
                 made = compile_to(step, Path(folder) / "other.pef", lambda _: None, inference=self.inference, device="reference")
                 self._others[rows] = Runner(made.path, self.model, self.optimizers, None, 1)
         other = self._others[rows]
-        other.core.load_tensors(self.core.tensors())
+        _copy_tensors(self.core, other.core)
         section_types, hyper, grads, inference = rest
         other._given = dict(self._given)
         outputs = other.run(given, section_types, hyper, grads, inference)
-        self.core.load_tensors(other.core.tensors())
+        _copy_tensors(other.core, self.core)
         self.outputs = outputs
         return outputs
+
+
+def _copy_tensors(source: tilework.Session, target: tilework.Session) -> None:
+    """Weights and optimizer state, as far as both have them: without an optimizer there is no state."""
+    target.load_tensors({k: t for k, t in source.tensors().items() if k in target.buffers})
 
 
 def _as(value: Any, dtype: torch.dtype) -> Tensor:

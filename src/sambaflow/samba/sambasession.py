@@ -97,11 +97,11 @@ class SambaSession:
             self._folder = tempfile.TemporaryDirectory()
             traced = make_step(model, inputs, optimizers, args, loss_indices=loss_indices, inference=not several)
             path = compile_to(traced, Path(self._folder.name) / "traced.pef", lambda _: None, inference=not several).path
-        step = make_step(model, inputs, several, args, loss_indices=[0], inference=False) if several else None
+        step = make_step(model, inputs, several, args, loss_indices=[0], inference=not several)
         spatial = int(getattr(args, "num_spatial_batches", 1) or 1) if getattr(args, "mapping", None) == "spatial" else 1
         runner = Runner(path, model, several, step, spatial)
         _check(runner, model, inputs, several)
-        if step is not None:
+        if several:
             step.loss = [o.name for o in runner.manifest.outputs if o.name in runner.manifest.losses]
         if self.seed is not None:
             runner.core.seed(self.seed)

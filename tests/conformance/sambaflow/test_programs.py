@@ -308,6 +308,16 @@ def test_partial_last_batch(compiled) -> None:
     assert samba.session.run([x[8:], y[8:]], section_types=["fwd"])[1].shape == (2, 3)
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_partial_last_batch_without_an_optimizer(compiled, own) -> None:
+    """An evaluation loop, from an inference PEF and from a training PEF."""
+    args, model, inputs, _ = compiled(net, "-b", "4", *(["--inference"] if own else []))
+    samba.utils.trace_graph(model, inputs, pef=args.pef)
+    x, y = batch(6)
+    outs = [samba.session.run([a, b], section_types=["fwd"])[1] for a, b in zip(x.split(4), y.split(4), strict=True)]
+    assert torch.allclose(torch.cat([samba.to_torch(o) for o in outs]), model(x, y)[1], atol=1e-5)
+
+
 def test_spatial_batches(compiled) -> None:
     _, model, _, _ = compiled(net, "-b", "4", "--mapping", "spatial", "--num-spatial-batches", "3")
     host = copy.deepcopy(model)
