@@ -33,9 +33,7 @@ class LeNet(nn.Module):
 
 
 def add_args(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--lr", type=float, default=0.01, help="learning rate (default: 0.01)")
-    parser.add_argument("--momentum", type=float, default=0.0, help="momentum (default: 0)")
-    parser.add_argument("--weight-decay", type=float, default=0.01, help="weight decay (default: 0.01)")
+    mnist_app.add_optimizer_args(parser, lr=0.01, weight_decay=0.01)
 
 
 if __name__ == "__main__":

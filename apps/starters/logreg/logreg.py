@@ -33,9 +33,7 @@ class LogReg(nn.Module):
 
 
 def add_args(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--lr", type=float, default=0.001, help="learning rate (default: 0.001)")
-    parser.add_argument("--momentum", type=float, default=0.0, help="momentum (default: 0)")
-    parser.add_argument("--weight-decay", type=float, default=1e-4, help="weight decay (default: 1e-4)")
+    mnist_app.add_optimizer_args(parser, lr=0.001, weight_decay=1e-4)
     parser.add_argument("--num-features", type=int, default=784, help="pixels, padded with zeros (default: 784)")
     parser.add_argument("--weight-norm", action="store_true", help="weight normalisation")
 

@@ -35,6 +35,12 @@ def add_common_args(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=256, help="of the weights and of the order of the data (default: 256)")
 
 
+def add_optimizer_args(parser: argparse.ArgumentParser, lr: float, weight_decay: float) -> None:
+    parser.add_argument("--lr", type=float, default=lr, help=f"learning rate (default: {lr})")
+    parser.add_argument("--momentum", type=float, default=0.0, help="momentum (default: 0)")
+    parser.add_argument("--weight-decay", type=float, default=weight_decay, help=f"weight decay (default: {weight_decay})")
+
+
 def add_run_args(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-e", "--num-epochs", type=int, default=1, help="epochs to train (default: 1)")
     parser.add_argument("--num-workers", type=int, default=0, help="accepted; the data is in memory")

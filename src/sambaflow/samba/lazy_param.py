@@ -8,31 +8,19 @@ from typing import Any
 
 import torch
 
-_active = False
-
 
 @contextmanager
 def lazy_param(*_: Any, **__: Any) -> Iterator[None]:
-    """Initialisation is left out: memory is reserved and not written."""
-    global _active
-    before, _active = _active, True
-    try:
-        with _without_init():
-            yield
-    finally:
-        _active = before
-
-
-def is_lazy() -> bool:
-    return _active
-
-
-@contextmanager
-def _without_init() -> Iterator[None]:
+    """Initialisation is left out: memory is reserved, not written, and noted to be without data."""
     names = [n for n in dir(torch.nn.init) if n.endswith("_") and not n.startswith("_")]
     kept = {n: getattr(torch.nn.init, n) for n in names}
+
+    def without_data(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        tensor.has_data = False  # type: ignore[attr-defined]
+        return tensor
+
     for n in names:
-        setattr(torch.nn.init, n, lambda tensor, *_, **__: tensor)
+        setattr(torch.nn.init, n, without_data)
     try:
         yield
     finally:

@@ -224,7 +224,7 @@ class SambaSession:
         if name is None or self.runner is None:
             return None
         grad = f"grad/{name.removeprefix('param/')}"
-        if grad not in self.runner.core.buffers or not self.runner.core._kept_gradients:
+        if grad not in self.runner.core.buffers or not self.runner.core.has_gradients:
             return None
         return self.runner.core.buffers[grad].clone()
 

@@ -395,6 +395,11 @@ class Session:
 
     # ---- reading ----
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether the last call left gradients that can be read."""
+        return self._kept_gradients
+
     def gradients(self) -> dict[str, Tensor]:
         """Copies of the gradients of the last bwd: parameters by name, inputs as input/<name>."""
         if not self._kept_gradients:

@@ -36,38 +36,21 @@ class SGD(torch.optim.SGD):
             super().__init__(_listed(params), lr=lr, momentum=momentum, weight_decay=weight_decay, **rest)
 
 
-class AdamW(torch.optim.AdamW):
+class _Clipped:
     """max_grad_norm: gradients are clipped by their global norm before the update (the GRADNORM section)."""
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        max_grad_norm: float | None = None,
-        **rest: Any,
-    ) -> None:
+    def __init__(self, params: Iterable[Any], *args: Any, max_grad_norm: float | None = None, **rest: Any) -> None:
         with _without_the_compiler():
-            super().__init__(_listed(params), lr=lr, betas=(betas[0], betas[1]), eps=eps, weight_decay=weight_decay, **rest)
+            super().__init__(_listed(params), *args, **rest)  # type: ignore[call-arg]
         self.max_grad_norm = max_grad_norm
 
 
-class Adam(torch.optim.Adam):
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0,
-        max_grad_norm: float | None = None,
-        **rest: Any,
-    ) -> None:
-        with _without_the_compiler():
-            super().__init__(_listed(params), lr=lr, betas=(betas[0], betas[1]), eps=eps, weight_decay=weight_decay, **rest)
-        self.max_grad_norm = max_grad_norm
+class AdamW(_Clipped, torch.optim.AdamW):
+    pass
+
+
+class Adam(_Clipped, torch.optim.Adam):
+    pass
 
 
 def _listed(params: Iterable[Any]) -> list[Any]:

@@ -128,8 +128,8 @@ class CpuBackend:
 
 
 def _effort(library: str, options: Options) -> Options:
-    """The third level of optimization is kept for the fused step, where it makes a few percent; it takes g++ half again as
-    long. The precompiled header serves both."""
+    """The third level of optimization is kept for the fused step, where it makes a few percent; it can take g++ half again
+    as long. The precompiled header serves both."""
     return options if library in FUSED else replace(options, opt_level=min(options.opt_level, 2))
 
 
