@@ -54,11 +54,13 @@ def _made() -> SambaLogger:
         handler.setFormatter(logging.Formatter("[%(levelname)s][SAMBA] # %(message)s"))
         logger.addHandler(handler)
         logger.propagate = False
-        set_level(os.environ.get("SF_RNT_LOG_LEVEL", "INFO"))
+        set_level(None)
     return SambaLogger(logger)
 
 
 def set_level(name: str | None) -> None:
+    """None: as SF_RNT_LOG_LEVEL says, else INFO."""
+    name = name or os.environ.get("SF_RNT_LOG_LEVEL")
     logging.getLogger("sambaflow").setLevel(_LEVELS.get(str(name or "INFO").upper(), "INFO"))
 
 

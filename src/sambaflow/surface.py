@@ -27,6 +27,14 @@ ROWS: list[tuple[str, str, str, str]] = [
     (f"{_S}.session", "setup reset tracing profiler", HERE, "tracing can be assigned; it changes nothing"),
     (f"{_S}.session", "start_samba_profile end_samba_profile start_runtime_profile end_runtime_profile", HERE,
      "the profiler's events, as text"),
+    (f"{_S}.SambaTensor", "torch torch_tensor cpu rdu sn_name name sn_region_name sn_grad sn_data has_data batch_dim named_dims "
+     "sized_dims", HERE, "and everything that a torch tensor has; SambaParameter too"),
+    (f"{_S}.SambaTensor", "host_memory", IGNORED, ""),
+    (f"{_S}.SambaParameter", "torch torch_tensor cpu rdu sn_name name sn_grad sn_data", HERE, ""),
+    (f"{_S}.oldmodel", "run write_host_params", HERE,
+     "methods of a converted model: after runs write_host_params brings the device's weights to the host, before the first run the "
+     "host's to the device"),
+    (f"{_S}.session", "tensor_dict output_dict _traced_tensors", HERE, ""),
     (f"{_S}.session", "buffer_dict optim_dict enabled_pinned_memory set_tensors ctx", HERE, ""),
     (f"{_S}.session", "add_aux_tensor is_valid_aux_tensor_name disable_graphamp", HERE, ""),
     (f"{_S}.session", "_add_directives _context_directives dynamic_dims", IGNORED, ""),
@@ -67,6 +75,16 @@ ROWS: list[tuple[str, str, str, str]] = [
     ("sambaflow.mac.metadata", "ConvTilingMetadata TilingMetadata", IGNORED, "kept in the PEF's metadata"),
 ]  # fmt: skip
 
+# Environment variables (name, status, what to know)
+VARIABLES: list[tuple[str, str, str]] = [
+    ("OMP_NUM_THREADS", HERE, "threads of the CPU device"),
+    ("SAMBA_SEED", HERE, "overrides set_seed"),
+    ("SF_RNT_LOG_LEVEL", HERE, "CRIT, ERR, WARN, INFO, DEBUG; --log-level overrides it"),
+    ("SF_RNT_TILE_AFFINITY", IGNORED, ""),
+    ("SN_NUM_THREADS, SF_RNT_NUMA_BIND, SF_RNT_FSM_POLL_BUSY_WAIT, SF_RNT_DMA_POLL_BUSY_WAIT", IGNORED, ""),
+    ("SAMBA_CCL_NUM_WORKERS, CCL_TIMEOUT, CONVFUNC_DEBUG_RUN, DISALLOW_VISUALIZE, TARGET_SAMBAFLOW_VERSION", IGNORED, ""),
+]
+
 
 def find(where: str, name: str) -> Any:
     """The object behind a row: of a module, or of the session."""
@@ -74,10 +92,38 @@ def find(where: str, name: str) -> Any:
         return getattr(type(importlib.import_module(_S).session), name, None) or getattr(
             importlib.import_module(_S).session, name
         )
+    module, _, owner = where.rpartition(".")
+    if owner[0].isupper():
+        return getattr(getattr(importlib.import_module(module), owner), name)
     return getattr(importlib.import_module(where), name)
 
 
 def table() -> str:
+    """All three tables: names, flags, environment variables."""
+    return f"{_names()}\n\n### Flags\n{_flags()}\n\n### Environment variables\n{_variables()}"
+
+
+def _flags() -> str:
+    from .samba.utils.argparser import COMMANDS, flags_of
+
+    found: dict[str, list[Any]] = {}  # spelled -> [commands, default, meaning]
+    for command in COMMANDS:
+        for spelled, default, meaning in flags_of(command):
+            found.setdefault(spelled, [[], default, meaning])[0].append(command)
+    lines = ["| flag | commands | default | meaning |", "|---|---|---|---|"]
+    for spelled, (commands, default, meaning) in found.items():
+        where = "all" if len(commands) == len(COMMANDS) else ", ".join(commands)
+        lines.append(f"| `{spelled}` | {where} | {'' if default in (None, False) else default} | {meaning} |")
+    return "\n".join(lines)
+
+
+def _variables() -> str:
+    lines = ["| variable | here? | note |", "|---|---|---|"]
+    lines += [f"| {', '.join(f'`{n}`' for n in names.split(', '))} | {status} | {note} |" for names, status, note in VARIABLES]
+    return "\n".join(lines)
+
+
+def _names() -> str:
     lines = ["| where | names | here? | note |", "|---|---|---|---|"]
     lines += [
         f"| `{where}` | {', '.join(f'`{n}`' for n in names.split())} | {status} | {note} |" for where, names, status, note in ROWS

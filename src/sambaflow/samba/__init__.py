@@ -46,9 +46,9 @@ def triu_fill(tensor: Tensor, value: float, diagonal: int = 1) -> Tensor:
 
 
 def groupby(*_: Any, **__: Any) -> Any:
-    from .sambasession import _refused
+    from .refusals import refused
 
-    raise _refused("samba.groupby")
+    raise refused("samba.groupby")
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import oldmodel
 from .sambatensor import SambaParameter, SambaTensor, from_torch_tensor, to_torch
 
 
@@ -23,6 +24,9 @@ def from_torch_model_(model: nn.Module, parent_module_prefix: str | None = None)
         if type(parameter) is nn.Parameter:
             parameter.__class__ = SambaParameter
         parameter.sn_name = _joined(root, path)  # type: ignore[attr-defined]
+    for method in (oldmodel.run, oldmodel.write_host_params):
+        if not hasattr(model, method.__name__):
+            setattr(model, method.__name__, method)
     return model
 
 

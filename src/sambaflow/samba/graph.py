@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from .sambasession import _refused
+from .refusals import refused
 
 
 class FwdGraph:
     def __init__(self, *_: Any, **__: Any) -> None:
-        raise _refused("several graphs in one PEF (FwdGraph)")
+        raise refused("several graphs in one PEF (FwdGraph)")

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import random
-import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,29 +15,29 @@ import torch
 from torch import Tensor, nn
 
 import tilework
-from tilework.errors import did_you_mean
 
 from ..logging import samba_logger
 from . import distributed
-from .compiling import METADATA, as_call, compile_to, leaves, make_step, pef_path
+from .compiling import compile_to, make_step, pef_path
+from .devicetensors import DeviceTensors
+from .logfiles import log_files
+from .matching import check
 from .profiler import Profiler
+from .refusals import refused, say_ignored
 from .running import Runner
 from .sambatensor import SambaTensor, to_torch
 
 
-class SambaSession:
+class SambaSession(DeviceTensors):
     def __init__(self, pef_path: str = "") -> None:
+        super().__init__()
         self.pef_path = pef_path
         self.args = Namespace()  # of parse_app_args, or of setup
         self.tracing = False
         self.enabled_pinned_memory = False
         self.profiler = Profiler()
         self.seed: int | None = None
-        self.runner: Runner | None = None
-        self.model: nn.Module | None = None
-        self._inputs: Any = ()
         self._compiled: dict[int, Path] = {}  # id of a model -> the file that this process compiled for it
-        self._aux: dict[str, Tensor] = {}
 
     # ---- compiling ----
 
@@ -61,14 +59,14 @@ class SambaSession:
         **ignored: Any,
     ) -> str:
         """Traces, compiles, writes the PEF and returns its path."""
-        _say_ignored("session.compile", {k: v for k, v in ignored.items() if v not in (None, False)})
+        say_ignored("session.compile", {k: v for k, v in ignored.items() if v not in (None, False)})
         args = Namespace(**{**vars(self.args), **dict(config_dict or {})})
         forward_only = bool(getattr(args, "inference", False)) if inference is None else inference
         optimizers = optim if optimizers is None else optimizers
         notes = {"metadata": {**dict(pef_metadata or {}), **dict(metadata or {})}}
         path = pef_path(args, name or type(model).__name__)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _log_files(path) as report:
+        with log_files(path) as report:
             step = make_step(model, inputs, optimizers, args, loss_indices=loss_indices, inference=forward_only, metadata=notes)
             done = compile_to(step, path, report, inference=forward_only)
             report(str(done))
@@ -100,7 +98,7 @@ class SambaSession:
         step = make_step(model, inputs, several, args, loss_indices=[0], inference=not several)
         spatial = int(getattr(args, "num_spatial_batches", 1) or 1) if getattr(args, "mapping", None) == "spatial" else 1
         runner = Runner(path, model, several, step, spatial)
-        _check(runner, model, inputs, several)
+        check(runner, model, inputs, several)
         if several:
             step.loss = [o.name for o in runner.manifest.outputs if o.name in runner.manifest.losses]
         if self.seed is not None:
@@ -134,9 +132,9 @@ class SambaSession:
         """Runs the sections, all of them by default; returns the outputs in the order in which forward returns them."""
         runner = self._traced_runner()
         if ignored:
-            _say_ignored("session.run", ignored)
+            say_ignored("session.run", ignored)
         if data_parallel and distributed.get_world_size() > 1:
-            raise _refused("data parallel over several ranks: gradients are not averaged yet")
+            raise refused("data parallel over several ranks: gradients are not averaged yet")
         if section_ids is not None and section_types is None:
             section_types = self._section_types(section_ids)
         grads: list[Tensor | None] | None = None
@@ -169,153 +167,6 @@ class SambaSession:
             raise tilework.UserError("sambaflow-section", f"no section with id {wrong[0]}", expected=", ".join(
                 f"{i} ({s})" for i, s in enumerate(known)))  # fmt: skip
         return [known[int(i)] for i in ids]
-
-    def _traced_runner(self) -> Runner:
-        if self.runner is None:
-            raise tilework.UserError("sambaflow-order", "nothing is traced yet, so nothing can run",
-                                     fix="call samba.utils.trace_graph(model, inputs, optim, pef=args.pef) first")  # fmt: skip
-        return self.runner
-
-    # ---- between host and device ----
-
-    def to_cpu(self, model: nn.Module | None = None, optimizers: Any = None) -> None:
-        """Device to host: parameters, buffers, and optimizer state where optimizers are given."""
-        self._traced_runner().core.to_host(self._model(model), optimizers)
-
-    def to_rdu(self, model: nn.Module | None = None, optimizers: Any = None) -> None:
-        """Host to device."""
-        self._traced_runner().core.to_device(self._model(model), optimizers)
-
-    def to_device(self, model: nn.Module | None = None, optimizers: Any = None) -> None:
-        runner = self._traced_runner()
-        runner.core.to_device(self._model(model), optimizers if optimizers is not None else runner.optimizers or None)
-
-    def _model(self, model: Any) -> nn.Module:
-        found = model if isinstance(model, nn.Module) else self.model
-        assert found is not None
-        return found
-
-    def _buffer_of(self, tensor: Any) -> str | None:
-        """The engine's name for a tensor of the app: a parameter or buffer by identity, anything else by its sn_name."""
-        if self.runner is None:
-            return None
-        buffers = self.runner.core.buffers
-        if self.model is not None:
-            for kind, named in (("param", self.model.named_parameters()), ("buffer", self.model.named_buffers())):
-                for path, t in named:
-                    if t is tensor:
-                        return f"{kind}/{path}"
-        return self._buffer_named(getattr(tensor, "sn_name", None), buffers)
-
-    def _buffer_named(self, name: str | None, buffers: Mapping[str, Tensor]) -> str | None:
-        if name is None:
-            return None
-        if self.model is not None:
-            for path, p in self.model.named_parameters():
-                if getattr(p, "sn_name", None) == name:
-                    return f"param/{path}"
-        notes = self.runner.manifest.metadata.get(METADATA, {}).get("inputs", []) if self.runner else []
-        if self.runner is not None and name in notes:
-            return f"input/{self.runner.manifest.inputs[notes.index(name)].name}"
-        return next((b for kind in ("param", "buffer", "input", "output") if (b := f"{kind}/{name}") in buffers), None)
-
-    def device_gradient(self, tensor: Any) -> Tensor | None:
-        name = self._buffer_of(tensor)
-        if name is None or self.runner is None:
-            return None
-        grad = f"grad/{name.removeprefix('param/')}"
-        if grad not in self.runner.core.buffers or not self.runner.core.has_gradients:
-            return None
-        return self.runner.core.buffers[grad].clone()
-
-    def device_value(self, tensor: Any) -> Tensor:
-        name = self._buffer_of(tensor)
-        if name is None or self.runner is None or name not in self.runner.core.buffers:
-            raise tilework.UserError("sambaflow-name", "the device has no copy of this tensor",
-                                     found=str(getattr(tensor, "sn_name", None)),
-                                     fix="it must be a parameter, buffer or input of the traced model")  # fmt: skip
-        return self.runner.core.buffers[name].clone()
-
-    def set_device_value(self, tensor: Any, value: Tensor) -> None:
-        name = self._buffer_of(tensor)
-        self.device_value(tensor)  # raises where there is none
-        assert self.runner is not None and name is not None
-        self.runner.core.buffers[name].copy_(value)
-
-    def pull(self, tensor: Any) -> None:
-        name = self._buffer_of(tensor)
-        if name is not None and self.runner is not None and name.startswith(("param/", "buffer/")):
-            with torch.no_grad():
-                to_torch(tensor).data.copy_(self.runner.core.buffers[name])
-
-    def push(self, tensor: Any) -> None:
-        name = self._buffer_of(tensor)
-        if name is not None and self.runner is not None and name in self.runner.core.buffers:
-            self.runner.core.buffers[name].copy_(to_torch(tensor).detach())
-
-    def get_tensors(self, output_tensors: Any) -> list[SambaTensor]:
-        wanted = output_tensors if isinstance(output_tensors, (list, tuple)) else [output_tensors]
-        return self.get_tensors_by_name([t.sn_name for t in wanted])
-
-    def get_tensors_by_name(self, names: Sequence[str] | str) -> list[SambaTensor]:
-        """Device values by sn_name, by the names of inputs and outputs, or by the path of a parameter."""
-        runner, found = self._traced_runner(), []
-        for name in [names] if isinstance(names, str) else names:
-            buffer = self._buffer_named(name, runner.core.buffers)
-            if buffer is None and name in self._aux:
-                found.append(SambaTensor(self._aux[name], name=name))
-                continue
-            if buffer is None:
-                known = list(self.tensor_dict)
-                raise tilework.UserError(
-                    "sambaflow-name", f"no tensor {name!r} on the device", expected=did_you_mean(name, known)
-                )
-            found.append(SambaTensor(runner.core.buffers[buffer].clone(), name=name))
-        return found
-
-    @property
-    def tensor_dict(self) -> dict[str, SambaTensor]:
-        """Everything on the device by name."""
-        runner, model = self._traced_runner(), self.model
-        names = {p: getattr(t, "sn_name", None) or p for p, t in model.named_parameters()} if model is not None else {}
-        found = {}
-        for buffer, tensor in runner.core.buffers.items():
-            kind, _, path = buffer.partition("/")
-            if kind in ("param", "buffer", "input", "output"):
-                found[names.get(path, path)] = SambaTensor(tensor.clone(), name=names.get(path, path))
-        return found
-
-    @property
-    def buffer_dict(self) -> dict[str, SambaTensor]:
-        model = self.model
-        return {} if model is None else {k: SambaTensor(b, name=k) for k, b in model.named_buffers()}
-
-    @property
-    def output_dict(self) -> dict[str, SambaTensor]:
-        return {str(o.sn_name): o for o in getattr(self.model, "output_tensors", ())}
-
-    @property
-    def optim_dict(self) -> dict[str, Any]:
-        return {f"optim{i}": o for i, o in enumerate(self.runner.optimizers)} if self.runner else {}
-
-    def _traced_tensors(self) -> dict[str, Any]:
-        runner = self._traced_runner()
-        grads = {k.removeprefix("grad/"): t.clone() for k, t in runner.core.buffers.items() if k.startswith("grad/")}
-        return {"inputs": leaves(as_call(self._inputs)), "outputs": list(self.output_dict.values()), "grads": grads,
-                "params": dict(self.model.named_parameters()) if self.model is not None else {}}  # fmt: skip
-
-    @property
-    def ctx(self) -> SambaSession:
-        return self
-
-    def set_tensors(self, values: Mapping[str, np.ndarray]) -> None:
-        runner = self._traced_runner()
-        for name, value in values.items():
-            buffer = self._buffer_named(name, runner.core.buffers)
-            if buffer is None:
-                raise tilework.UserError("sambaflow-name", f"no tensor {name!r} on the device",
-                                         expected=did_you_mean(name, list(self.tensor_dict)))  # fmt: skip
-            runner.core.buffers[buffer].copy_(torch.as_tensor(value))
 
     # ---- the rest ----
 
@@ -365,7 +216,7 @@ class SambaSession:
     _context_directives: Any = None
 
     def add_graph(self, *_: Any, **__: Any) -> None:
-        raise _refused("several graphs in one PEF (add_graph, compile_multigraph)")
+        raise refused("several graphs in one PEF (add_graph, compile_multigraph)")
 
     compile_multigraph = add_graph
     init_multigraph_runtime = add_graph
@@ -374,87 +225,9 @@ class SambaSession:
     dynamic_dims: Any = ()
 
 
-def _refused(what: str) -> Exception:
-    return tilework.UserError("sambaflow-refused", f"Tilework does not have this part of SambaFlow: {what}",
-                              fix="docs/sambaflow.md says what there is, and what to use instead")  # fmt: skip
-
-
-def _say_ignored(where: str, arguments: Mapping[str, Any]) -> None:
-    for name in arguments:
-        samba_logger.info(f"{where}: {name} has no meaning here and is ignored", log_limit=1)
-
-
-def _check(runner: Runner, model: nn.Module, inputs: Any, optimizers: Sequence[Any]) -> None:
-    """The PEF fits the app's model, inputs and optimizers; otherwise every difference at once."""
-    m, problems = runner.manifest, []
-    compiled = m.metadata.get(METADATA)
-    if compiled is not None:
-        here = {k: type(x).__name__ for k, x in model.named_modules()}
-        there = compiled.get("modules", here)
-        for k in dict.fromkeys([*there, *here]):
-            if here.get(k) != there.get(k):
-                problems.append(f"module {k or '(the model)'}: found {here.get(k, 'none')}, expected {there.get(k, 'none')}")
-    own = {f"param/{k}": p for k, p in model.named_parameters()} | {f"buffer/{k}": b for k, b in model.named_buffers()}
-    for name, t in own.items():
-        entry = m.buffers.get(name)
-        if entry is not None and list(entry.shape) != list(t.shape):
-            problems.append(f"{name}: found {list(t.shape)}, expected {list(entry.shape)}")
-    for parameter in m.parameters:
-        if f"param/{parameter.name}" not in own:
-            problems.append(f"param/{parameter.name}: the model has no such parameter")
-    given = leaves(as_call(inputs))
-    if len(given) != len(m.inputs):
-        problems.append(f"inputs: found {len(given)}, expected {len(m.inputs)}: {', '.join(a.name for a in m.inputs)}")
-    for t, a in zip(given, m.inputs, strict=False):
-        shape = list(a.type.shape)
-        if m.batch_dim is not None and len(shape) > m.batch_dim:
-            shape[m.batch_dim] *= m.num_micro_batches
-        if list(t.shape) != shape:
-            problems.append(f"input {a.name}: found {list(t.shape)}, expected {shape} (batch size {_batch(m)})")
-    if optimizers and m.groups and len(optimizers) != len({g.optimizer for g in m.groups}):
-        problems.append(f"optimizers: found {len(optimizers)}, expected {len({g.optimizer for g in m.groups})}")
-    if problems:
-        raise tilework.UserError(
-            "sambaflow-mismatch",
-            f"{runner.path}: this PEF was compiled for something else:\n    " + "\n    ".join(problems[:20]),
-            fix="compile again with this model, batch size and inputs",
-        )
-
-
-def _batch(m: Any) -> int:
-    sizes = [a.type.shape[m.batch_dim or 0] for a in m.inputs if len(a.type.shape) > (m.batch_dim or 0)]
-    return int(sizes[0] * m.num_micro_batches) if sizes else 1
-
-
 def _traced(argument: Any) -> SambaTensor:
     made = SambaTensor(shape=argument.type.shape, dtype=getattr(torch, argument.type.dtype), name=argument.name)
     return made
-
-
-@contextmanager
-def _log_files(path: Path) -> Iterator[Any]:
-    """<name>.samba.log and .mac.log beside the PEF: what was done, and when."""
-    logs = {kind: path.with_suffix(f".{kind.lower()}.log") for kind in ("SAMBA", "MAC")}
-    for kind, log in logs.items():
-        log.write_text("")
-        print(f"[Info][{kind}]# Placing log files in {log.resolve()}", flush=True)
-    begin = time.perf_counter()
-
-    def report(line: str) -> None:
-        stamp = f"{time.perf_counter() - begin:9.3f} s  "
-        for log in logs.values():
-            with log.open("a") as f:
-                f.write(stamp + line + "\n")
-        if sys.stderr.isatty():
-            print(f"\r\033[K{line.splitlines()[0] if line else ''}", end="", file=sys.stderr, flush=True)
-
-    try:
-        yield report
-    finally:
-        if sys.stderr.isatty():
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
-    print("Compilation succeeded for partition_0_0")
-    print(f"Logs are generated in {path.parent.resolve()}", flush=True)
 
 
 session = SambaSession()

@@ -30,6 +30,7 @@ def logreg(tmp_path_factory: pytest.TempPathFactory) -> Path:
     said = run(
         place, str(STARTERS / "logreg" / "logreg.py"), "compile", "--pef-name=logreg", "--output-folder=pef", "--num-tiles", "4"
     )
+    assert (place / "pef" / "logreg" / "logreg.plasma_compile.log").stat().st_size
     for kind in ("SAMBA", "MAC"):
         log = place / "pef" / "logreg" / f"logreg.{kind.lower()}.log"
         assert f"[Info][{kind}]# Placing log files in {log}" in said and log.stat().st_size

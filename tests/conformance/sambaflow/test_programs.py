@@ -385,6 +385,91 @@ def test_losses_of_every_element_with_weights(compiled) -> None:
     assert torch.allclose(model.fc.weight.sn_grad, model.fc.weight.grad, atol=1e-5)
 
 
+def test_methods_of_the_oldest_models(compiled, tmp_path) -> None:
+    """model.run and model.write_host_params, and a model that has a `run` of its own keeps it."""
+    _, model, _, _ = compiled(net, "-b", "4")
+    host = copy.deepcopy(model)
+    with torch.no_grad():
+        for a, b in zip(host.parameters(), model.parameters(), strict=True):
+            a.mul_(0.5)
+            b.mul_(0.5)
+    model.write_host_params()  # nothing has run: host to device
+    same_weights(host, model)
+    x, y = batch()
+    eager_steps(host, torch.optim.SGD(host.parameters(), 0.1, 0.9, weight_decay=1e-3), [(x, y)])
+    loss, out = model.run([x, y], section_types=["fwd"])
+    assert loss.dim() == 0 and out.shape == (4, 3)
+    model.run([x, y], section_types=["bckwd", "opt"])
+    same_weights(host, model)
+    model.write_host_params()  # something has run: device to host
+    for a, b in zip(host.parameters(), model.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-6)
+    own = nn.Linear(2, 2)
+    own.run = marker = object()
+    assert samba.from_torch_(own).run is marker
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_bfloat16_model(compiled, when) -> None:
+    """model.bfloat16() before or after the conversion: the device computes as eager PyTorch does on the same model."""
+
+    def make(args):
+        torch.manual_seed(0)
+        model = Net()
+        if when == "before":
+            model.bfloat16()
+        samba.from_torch_model_(model)
+        if when == "after":
+            model.bfloat16()
+        b = args.batch_size
+        inputs = (samba.randn(b, 6, name="x", batch_dim=0).bfloat16(), samba.randint(3, (b,), name="y", batch_dim=0))
+        return model, inputs, samba.optim.SGD(model.parameters(), lr=0.1)
+
+    _, model, _, _ = compiled(make, "-b", "4")
+    host = copy.deepcopy(model)
+    assert model.fc1.weight.dtype == torch.bfloat16
+    x, y = batch()
+    x = x.bfloat16()
+    expected = eager_steps(host, torch.optim.SGD(host.parameters(), 0.1), [(x, y)] * 3)
+    losses = [samba.session.run([x, y], model.output_tensors)[0] for _ in range(3)]
+    assert losses[0].dtype == torch.bfloat16 and [float(v) for v in losses] == pytest.approx(expected, rel=0.02)
+    for a, b in zip(host.parameters(), model.parameters(), strict=True):
+        assert b.sn_data.dtype == torch.bfloat16 and torch.allclose(a, b.sn_data, atol=0.01)
+
+
+@pytest.mark.parametrize(("preset", "low"), [("mp0", False), ("mp1", True)])
+def test_graphamp_presets(compiled, preset, low) -> None:
+    _, model, _, _ = compiled(net, "-b", "4", "--graphamp-preset", preset)
+    host = copy.deepcopy(model)
+    x, y = batch()
+    loss, _ = host(x, y)
+    found = float(samba.session.run([x, y], model.output_tensors)[0])
+    assert model.fc1.weight.sn_data.dtype == torch.float32
+    assert found == pytest.approx(float(loss), rel=0.02)
+    assert (abs(found - float(loss)) > 1e-5) == low
+
+
+def test_measure_performance_agrees_with_the_engine(compiled, monkeypatch) -> None:
+    """Within 20 %: the quietest of interleaved rounds, because neighbours only ever make a round slower."""
+    from tilework.cli.measure import _time
+
+    monkeypatch.setenv("TILEWORK_DEVICE", "cpu")
+    _, model, inputs, _ = compiled(net, "-b", "256")
+    x, y = batch(256)
+    engine = tilework.load(samba.session.runner.path)
+    engine.load_tensors(samba.session.runner.core.tensors())
+    for attempt in range(3):
+        apps, engines = [], []
+        for _ in range(8):
+            throughput, latency = samba.utils.measure_performance(model, inputs, 256, 1, False, n_iterations=500)
+            apps.append(latency * 1e6)
+            engines.append(_time(lambda: engine.run(x, y), 0.03)["median_us"])
+        if 0.8 < min(apps) / min(engines) < 1.2:
+            break
+    assert 0.8 < min(apps) / min(engines) < 1.2, (apps, engines)
+    assert throughput == pytest.approx(256 / latency, rel=1e-6)
+
+
 def test_saving_and_loading_after_the_conversion(compiled, tmp_path) -> None:
     _, model, _, _ = compiled(net, "-b", "4")
     x, y = batch()

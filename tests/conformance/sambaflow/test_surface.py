@@ -25,6 +25,21 @@ def test_a_row(row) -> None:
                 found(*([None] if where.endswith(".session") else []))
 
 
+def test_the_log_level_comes_from_the_environment_or_the_flag(monkeypatch) -> None:
+    import logging
+
+    from sambaflow.samba.utils.argparser import parse_app_args
+
+    monkeypatch.setenv("SF_RNT_LOG_LEVEL", "ERR")
+    parse_app_args(["compile"])
+    assert logging.getLogger("sambaflow").level == logging.ERROR
+    parse_app_args(["compile", "--log-level", "debug"])
+    assert logging.getLogger("sambaflow").level == logging.DEBUG
+    monkeypatch.delenv("SF_RNT_LOG_LEVEL")
+    parse_app_args(["compile"])
+    assert logging.getLogger("sambaflow").level == logging.INFO
+
+
 def test_the_docs_have_this_table() -> None:
     sys.path.insert(0, str(ROOT / "scripts"))
     from write_sambaflow_table import written

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..sambasession import _refused
+from ..refusals import refused
 
 
 def sn_zipmapreduce(*_: Any, **__: Any) -> Any:
-    raise _refused("functional.stir (sn_zipmapreduce, sn_select, sn_imm, sn_iteridx)")
+    raise refused("functional.stir (sn_zipmapreduce, sn_select, sn_imm, sn_iteridx)")
 
 
 sn_select = sn_imm = sn_iteridx = sn_zipmapreduce

@@ -127,6 +127,23 @@ def _vendor_flags(p: argparse.ArgumentParser, command: str, dev_mode: bool) -> N
         p.add_argument(flag, nargs="+", action=_Ignored, default=None, help=argparse.SUPPRESS)
 
 
+def flags_of(command: str) -> list[tuple[str, Any, str]]:
+    """(spelled, default, meaning) of every flag that a command has before the app adds its own."""
+    parser = _Parser(add_help=False)
+    _vendor_flags(parser, command, dev_mode=True)
+    hidden = {"--local-rank": "set by launchers", "--visualize": "read by apps", "--dump-accuracy-debug-info": "read by apps",
+              "--listen-for-input": "read by apps", "--mock-inference": "read by apps"}  # fmt: skip
+    found = []
+    for action in parser._actions:
+        spelled, meaning = ", ".join(action.option_strings), str(action.help)
+        if isinstance(action, _Ignored):
+            meaning = "accepted, no effect"
+        elif action.help is argparse.SUPPRESS:
+            meaning = hidden[action.option_strings[-1]]
+        found.append((spelled, action.default, meaning))
+    return found
+
+
 def parse_yaml_to_args(yaml_path: str | Path, args: argparse.Namespace | None = None) -> argparse.Namespace:
     """The keys of a YAML file as arguments, in place where a Namespace is given. Dashes become underscores."""
     import yaml

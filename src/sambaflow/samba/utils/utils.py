@@ -14,7 +14,8 @@ from torch import nn
 import tilework
 
 from ...logging import samba_logger
-from ..sambasession import _refused, _say_ignored, session
+from ..refusals import refused, say_ignored
+from ..sambasession import session
 from ..sambatensor import SambaTensor, to_torch
 
 
@@ -40,14 +41,14 @@ def trace_graph(
         args, model, inputs, optim = model, inputs, optim, init_output_grads if not isinstance(init_output_grads, bool) else None
         pef = getattr(args, "pef", "") or pef
         session.args = argparse.Namespace(**{**vars(session.args), **vars(args)})
-    _say_ignored("trace_graph", {k: v for k, v in ignored.items() if v not in (None, False)})
+    say_ignored("trace_graph", {k: v for k, v in ignored.items() if v not in (None, False)})
     if mapping is not None:
         session.args.mapping = mapping
     return session.trace(model, inputs, optim if optim is not None else optimizers, pef or None, transfer_device, loss_indices)
 
 
 def trace_multigraph(*_: Any, **__: Any) -> Any:
-    raise _refused("several graphs in one PEF (trace_multigraph)")
+    raise refused("several graphs in one PEF (trace_multigraph)")
 
 
 def compile(*args: Any, **kwargs: Any) -> str:

@@ -1,0 +1,24 @@
+"""Methods that converted models had in the oldest releases. They are plain functions, so that a whole model can be pickled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def run(inputs: Any, section_types: Sequence[str] | None = None, grad_of_outputs: Any = None, **rest: Any) -> Any:
+    """model.run(...): samba.session.run for the traced model."""
+    from .sambasession import session
+
+    return session.run(inputs, section_types=section_types, grad_of_outputs=grad_of_outputs, **rest)
+
+
+def write_host_params() -> None:
+    """model.write_host_params(): the newer side wins. After runs, the device's weights go to the host's parameters; before the
+    first run, the host's go to the device (no public text says which of the two is meant; here nothing can be lost)."""
+    from .sambasession import session
+
+    if session._traced_runner().outputs:
+        session.to_cpu()
+    else:
+        session.to_rdu()
