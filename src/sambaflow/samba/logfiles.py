@@ -12,7 +12,7 @@ from typing import Any
 
 @contextmanager
 def log_files(path: Path) -> Iterator[Any]:
-    """<name>.samba.log and .mac.log beside the PEF: what was done, and when; .plasma_compile.log has what concerns native code."""
+    """<name>.samba.log and .mac.log beside the PEF: what was done, and when; .plasma_compile.log: native code alone."""
     logs = {kind: path.with_suffix(f".{kind.lower()}.log") for kind in ("SAMBA", "MAC", "PLASMA_COMPILE")}
     for kind, log in logs.items():
         log.write_text("")

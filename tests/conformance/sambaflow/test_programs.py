@@ -458,7 +458,7 @@ def test_measure_performance_agrees_with_the_engine(compiled, monkeypatch) -> No
     x, y = batch(256)
     engine = tilework.load(samba.session.runner.path)
     engine.load_tensors(samba.session.runner.core.tensors())
-    for attempt in range(3):
+    for _attempt in range(3):
         apps, engines = [], []
         for _ in range(8):
             throughput, latency = samba.utils.measure_performance(model, inputs, 256, 1, False, n_iterations=500)
