@@ -4,6 +4,7 @@
 // programs. A step takes its inputs and hyperparameters to their buffers, runs its programs, and gives its outputs away.
 #include <omp.h>
 #include <sched.h>
+#include <time.h>
 
 #include <cstdint>
 #include <cstdio>
@@ -53,6 +54,7 @@ struct Call {
   Random* random;             // null: keep the seed, as bwd must
   int64_t steps_done;         // on return: how many whole steps
   const float* loss;          // the loss buffer to watch for values that are no numbers; null: none
+  int64_t counts;             // whether its steps count as steps: not those of fwd or bwd alone
 };
 
 static int64_t next_seed(Random* r) {
@@ -117,9 +119,48 @@ static void leave_worker_core() {
   sched_setaffinity(0, sizeof(before), &before);
 }
 
+// The page: what this process is doing, for everybody to see (tiles/page.py has its layout). Two clock readings a step.
+enum Field { kSequence = 1, kState = 2, kSince = 3, kFirst = 4, kSteps = 10, kLoss = 11 };
+enum State { kExec = 1, kArguments = 3 };
+static int64_t* page = nullptr;
+static const float* shown_loss = nullptr;
+
+EXPORT void tilework_meter(int64_t* where, const float* loss) {
+  page = where;
+  shown_loss = loss;
+}
+
+static inline void enter(int64_t state) {
+  if (!page) return;
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  const int64_t now = t.tv_sec * 1000000000ll + t.tv_nsec;
+  volatile int64_t* p = page;
+  p[kSequence] = p[kSequence] + 1;
+  __atomic_thread_fence(__ATOMIC_RELEASE);
+  p[kFirst + p[kState]] = p[kFirst + p[kState]] + now - p[kSince];
+  p[kState] = state;
+  p[kSince] = now;
+  __atomic_thread_fence(__ATOMIC_RELEASE);
+  p[kSequence] = p[kSequence] + 1;
+}
+
+struct Metered {  // back to the state from before, however the call ends
+  int64_t before;
+  Metered() : before(page ? page[kState] : 0) { enter(kArguments); }
+  ~Metered() {
+    enter(before);
+    if (page && shown_loss) {
+      const double loss = *shown_loss;
+      memcpy(page + kLoss, &loss, sizeof(loss));
+    }
+  }
+};
+
 // 0: done. 1: a program failed, `error` says why. 2: the loss is not a number.
 EXPORT int tilework_call(Call* call, char** addresses, char* error, size_t size) {
   if (pinned) leave_worker_core();
+  Metered metered;
   call->steps_done = 0;
   int64_t at = 0;
   const int64_t total = call->num_steps * call->num_micro_batches;
@@ -138,13 +179,20 @@ EXPORT int tilework_call(Call* call, char** addresses, char* error, size_t size)
           memcpy(c.buffer, addresses[c.address], c.bytes);
       }
       if (call->random) *call->random->seed = next_seed(call->random);
+      enter(kExec);
       if (call->micro.run(call->micro.buffers, error, size)) return 1;
+      enter(kArguments);
       for (int64_t i = 0; i < call->num_outputs; ++i)
         give(call->outputs[i], addresses[call->outputs[i].address], at, at + 1 == total);
       if (call->loss && !(*call->loss == *call->loss)) return 2;
     }
-    if (call->update.run && call->update.run(call->update.buffers, error, size)) return 1;
+    if (call->update.run) {
+      enter(kExec);
+      if (call->update.run(call->update.buffers, error, size)) return 1;
+      enter(kArguments);
+    }
     call->steps_done = step + 1;
+    if (page) page[kSteps] += call->counts;
   }
   return 0;
 }

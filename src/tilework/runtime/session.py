@@ -25,9 +25,11 @@ from ..artifact.reader import Artifact, read_artifact
 from ..artifact.structure import unflatten
 from ..artifact.writer import write_whole
 from ..errors import MachineError, UserError, did_you_mean
+from ..tiles.page import ALOAD, CHKPT, PLOAD, QUIESCE
 from . import sync
 from .arguments import InputPlan, joined
-from .devices import Bound, Call, NotANumber, open_device
+from .devices import Bound, Call, Metered, NotANumber, open_device
+from .leasing import Footing
 from .loader import Chunk
 from .results import OutputPlan, Result
 
@@ -45,7 +47,10 @@ class Session:
         num_threads: int | None = None,
         seed: int = 0,
         nan_error: bool = False,
+        footing: Footing | None = None,
     ) -> None:
+        self._footing = footing or Footing(leased=False)
+        self.page = self._footing.page
         self.artifact = artifact
         self.manifest = artifact.manifest
         self.device_name = device or self.manifest.fingerprint.device
@@ -56,7 +61,10 @@ class Session:
         self.num_steps = 0
         self._closed = False
         self.buffers = self._allocate()
-        self._device = open_device(self.device_name, artifact, self.buffers, num_threads)
+        self._device = open_device(self.device_name, artifact, self.buffers, num_threads or self._footing.num_threads)
+        loss = next((b for name in self.manifest.losses if (b := f"output/{name}") in self.buffers), None)
+        meter = getattr(self._device, "meter", None)
+        self._metered_natively = bool(meter is not None and meter(self.page, loss))
         self.seed(seed)
         self._sections_in_order = self._find_sections()
         self._fused = next((p for p in ("step", "accumulate") if p in self.manifest.programs), None)
@@ -81,6 +89,8 @@ class Session:
                             found=f"{total / 1e9:.1f} GB needed, {free / 1e9:.1f} GB free",
                             fix="use a smaller batch, or a machine with more memory")  # fmt: skip
         buffers = {name: kind.empty() for name, kind in entries.items()}
+        self.page.set_bytes(self.page.num_bytes + total)
+        self._num_bytes = total
         for name, tensor in self.artifact.constants.items():
             buffers[name].copy_(tensor)
         return buffers
@@ -310,11 +320,16 @@ class Session:
             how=() if infer else outputs.how,
             zeroed=tuple(b for b in writes if b.startswith("grad/") and not b.startswith("grad/input/")) if accumulates else (),
             new_seed=not infer,
+            counts=program != "fwd",
             stop_at_nan=f"output/{m.losses[0]}" if self.nan_error and m.losses and not infer else None,
         )
         self._keeps_gradients[program] = {b for b in self.buffers if b.startswith("grad/")} <= set(writes)
-        self._prepared[key] = found = (plan, self._device.bind(call), outputs)
+        self._prepared[key] = found = (plan, self._bind(call), outputs)
         return found
+
+    def _bind(self, call: Call) -> Bound:
+        bound = self._device.bind(call)
+        return bound if self._metered_natively else Metered(bound, call, self.page)
 
     def _run_fused(
         self, prepared: tuple[InputPlan, Bound, OutputPlan], inputs: tuple[Any, ...], num_steps: int, schedule: Sequence[Tensor]
@@ -366,7 +381,7 @@ class Session:
     def _section(self, program: str) -> None:
         """A section that takes nothing from the caller and gives nothing back."""
         if program not in self._sections_bound:
-            self._sections_bound[program] = self._device.bind(Call(micro=program, new_seed=False))
+            self._sections_bound[program] = self._bind(Call(micro=program, new_seed=False, counts=program == "opt"))
         self._sections_bound[program].run((), ())
 
     def _set_out_grads(self, given: Mapping[str, Tensor] | Sequence[Tensor | None]) -> None:
@@ -425,10 +440,11 @@ class Session:
         loss: nn.Module | None = None,
     ) -> None:
         """Copy the host's parameters and buffers, and optimizer state if given, to the session."""
-        tensors = sync.host_tensors(model, loss)
-        sync.to_device(tensors, self.buffers)
-        if optimizer is not None:
-            sync.optimizers_to_device(self.manifest, _several(optimizer), _names(tensors), self.buffers)
+        with self.page.during(ALOAD):
+            tensors = sync.host_tensors(model, loss)
+            sync.to_device(tensors, self.buffers)
+            if optimizer is not None:
+                sync.optimizers_to_device(self.manifest, _several(optimizer), _names(tensors), self.buffers)
         self._has_weights, self._ran_forward = True, False
 
     def to_host(
@@ -439,10 +455,11 @@ class Session:
         loss: nn.Module | None = None,
     ) -> None:
         """Copy the session's parameters and buffers, and optimizer state if asked for, into the host's objects."""
-        tensors = sync.host_tensors(model, loss)
-        sync.to_host(tensors, self.buffers)
-        if optimizer is not None:
-            sync.optimizers_to_host(self.manifest, _several(optimizer), _names(tensors), self.buffers)
+        with self.page.during(ALOAD):
+            tensors = sync.host_tensors(model, loss)
+            sync.to_host(tensors, self.buffers)
+            if optimizer is not None:
+                sync.optimizers_to_host(self.manifest, _several(optimizer), _names(tensors), self.buffers)
 
     # ---- checkpoints ----
 
@@ -450,11 +467,16 @@ class Session:
         """Everything that training changes, as safetensors, whole or not at all. load() goes on from there."""
         about = {"artifact": self.artifact.digest, "num_steps": self.num_steps, "random": self._device.random_state()}
         notes = {"tilework": json.dumps(about)}
-        data = safetensors.torch.save({k: t.contiguous() for k, t in self.tensors().items()}, metadata=notes)
-        write_whole(Path(path), lambda f: f.write(data))
+        with self.page.during(CHKPT):
+            data = safetensors.torch.save({k: t.contiguous() for k, t in self.tensors().items()}, metadata=notes)
+            write_whole(Path(path), lambda f: f.write(data))
 
     def load(self, path: str | Path) -> None:
         """Weights from a file that save() or compile wrote; optimizer state too where the file has it."""
+        with self.page.during(CHKPT):
+            self._load(path)
+
+    def _load(self, path: str | Path) -> None:
         try:
             with safetensors.safe_open(str(path), "pt") as f:  # type: ignore[no-untyped-call]
                 notes = json.loads((f.metadata() or {}).get("tilework", "{}"))
@@ -464,12 +486,16 @@ class Session:
         except Exception as e:
             raise UserError("weights-damaged", f"{path}: the weights cannot be read", found=str(e)[:200],
                             expected="a safetensors file") from e  # fmt: skip
-        self.load_tensors(tensors)
+        self._load_tensors(tensors)
         self.num_steps = int(notes.get("num_steps", 0))
         if "random" in notes:
             self._device.seed(*notes["random"])
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        with self.page.during(ALOAD):
+            self._load_tensors(tensors)
+
+    def _load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         prefixed = {k if k.startswith(_WEIGHTS) else self._prefixed(k): t for k, t in tensors.items()}
         sync.check_types(prefixed, self.buffers, "weights file")
         sync.to_device(prefixed, self.buffers)
@@ -478,12 +504,23 @@ class Session:
     def _prefixed(self, name: str) -> str:
         return next((f"{kind}/{name}" for kind in ("param", "buffer") if f"{kind}/{name}" in self.buffers), f"param/{name}")
 
+    def barrier(self) -> None:
+        """Wait for the other ranks of torch.distributed, where it is up. The wait is shown as `quiesce`."""
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            with self.page.during(QUIESCE):
+                torch.distributed.barrier()
+
     def close(self) -> None:
-        """Free what the device holds. The session cannot run afterwards; its tensors can still be read."""
+        """Free what the device holds. The session cannot run afterwards; its tensors can still be read. The tiles go back when
+        the last session of the process is closed."""
+        if self._closed:
+            return
         self._closed = True
+        self.page.set_bytes(max(0, self.page.num_bytes - self._num_bytes))
         self._prepared.clear()
         self._sections_bound.clear()
         self._device.close()
+        self._footing.close()
 
     def __enter__(self) -> Session:
         return self
@@ -504,10 +541,22 @@ def load(
     seed: int = 0,
     nan_error: bool = False,
     trust: bool = False,
+    tiles: str | int | None = None,
 ) -> Session:
-    """Open an artifact: verified, no compiler, no tracing, no model source. The device is the artifact's own by default."""
-    artifact = read_artifact(path, trust=trust)
-    session = Session(artifact, device=device, num_threads=num_threads, seed=seed, nan_error=nan_error)
+    """Open an artifact: verified, no compiler, no tracing, no model source. The device is the artifact's own by default.
+
+    tiles   what to lease: a number, "chips:2", "0-3,8", a path (docs/tiles.md). One chip by default. TILEWORK_TILES overrides it.
+    """
+    if not Path(path).is_file():
+        read_artifact(path, trust=trust)  # says what is wrong, before anybody waits for tiles
+    footing = Footing(tiles)
+    try:
+        with footing.page.during(PLOAD):
+            artifact = read_artifact(path, trust=trust)
+            session = Session(artifact, device=device, num_threads=num_threads, seed=seed, nan_error=nan_error, footing=footing)
+    except BaseException:
+        footing.close()
+        raise
     if weights is not None:
         session.load(weights)
     return session

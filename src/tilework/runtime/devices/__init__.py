@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from ...artifact.reader import Artifact
+from ...tiles.page import EXEC, Page
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Call:
     zeroed: tuple[str, ...] = ()  # buffers set to zero before each step
     new_seed: bool = True  # bwd keeps the seed of its fwd
     stop_at_nan: str | None = None  # the loss buffer to watch
+    counts: bool = True  # its steps count as steps of the session: not those of fwd or bwd alone
 
     @property
     def count(self) -> int:
@@ -50,6 +52,21 @@ class Bound(Protocol):
     def run(
         self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], scheduled: Sequence[torch.Tensor] = ()
     ) -> None: ...
+
+
+class Metered:
+    """A bound call of a device that does not keep the page itself."""
+
+    def __init__(self, bound: Bound, call: Call, page: Page) -> None:
+        self._bound, self._page = bound, page
+        self._steps = call.num_steps if call.counts else 0
+
+    def run(
+        self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], scheduled: Sequence[torch.Tensor] = ()
+    ) -> None:
+        with self._page.during(EXEC):
+            self._bound.run(inputs, outputs, scheduled)
+        self._page.add_steps(self._steps)
 
 
 class Device(Protocol):

@@ -18,6 +18,7 @@ import torch
 
 from ...artifact.reader import Artifact
 from ...errors import BugError, MachineError, UserError
+from ...tiles.page import Page
 from . import Call, NotANumber
 
 _NAN = 2
@@ -42,7 +43,7 @@ class _Call(Structure):
         ("num_steps", c_int64), ("num_micro_batches", c_int64), ("micro", _Program), ("update", _Program),
         ("inputs", POINTER(_Copy)), ("num_inputs", c_int64), ("scheduled", POINTER(_Copy)), ("num_scheduled", c_int64),
         ("outputs", POINTER(_Copy)), ("num_outputs", c_int64), ("zeroed", POINTER(_Copy)), ("num_zeroed", c_int64),
-        ("random", POINTER(_Random)), ("steps_done", c_int64), ("loss", c_void_p),
+        ("random", POINTER(_Random)), ("steps_done", c_int64), ("loss", c_void_p), ("counts", c_int64),
     )  # fmt: skip
 
 
@@ -112,6 +113,16 @@ class Device:
         if len(cores) > 1 and torch.get_num_threads() == len(cores) and os.environ.get("TILEWORK_PIN", "1") != "0":
             self.driver.tilework_pin((c_int32 * len(cores))(*cores), len(cores))
 
+    def meter(self, page: Page, loss: str | None) -> bool:
+        """Time is written to the page by native code. False: this artifact's driver is older than that."""
+        if not hasattr(self.driver, "tilework_meter"):
+            return False
+        self.driver.tilework_meter.argtypes = [c_void_p, c_void_p]
+        shown = loss is not None and self.buffers[loss].dtype == torch.float32 and self.buffers[loss].dim() == 0
+        self.driver.tilework_meter(page.address, self.buffers[loss].data_ptr() if shown and loss else None)
+        self._page = page  # must outlive the driver's pointer
+        return True
+
     def _handle(self, name: str) -> c_void_p:
         """A native tensor over the session's memory, made once."""
         if name not in self.handles:
@@ -161,6 +172,7 @@ class _Bound:
         native.zeroed, native.num_zeroed = zeroed, len(zeroed)
         if call.new_seed and device.random.seed:  # null where the step draws no random numbers
             native.random = ctypes.pointer(device.random)
+        native.counts = int(call.counts)
         if call.stop_at_nan and device.buffers[call.stop_at_nan].dtype == torch.float32:
             native.loss = device.buffers[call.stop_at_nan].data_ptr()
         self.addresses = (c_int64 * max(1, self._num_addresses))()

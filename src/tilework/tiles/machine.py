@@ -1,0 +1,183 @@
+"""What the machine has: cores, memory nodes, GPUs, PCI links. Read from /sys, lscpu and NVML; nothing is guessed."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import subprocess
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+SYS = Path("/sys")
+
+
+@dataclass(frozen=True)
+class Core:
+    """A physical core."""
+
+    package: int
+    memory_node: int
+    cpus: tuple[int, ...]  # as the system counts them; several with SMT
+
+
+@dataclass(frozen=True)
+class Gpu:
+    index: int
+    name: str
+    serial: str
+    multiprocessors: int
+    memory_bytes: int
+    memory_node: int
+
+
+@dataclass(frozen=True)
+class Link:
+    """A PCI device's link."""
+
+    address: str
+    speed: str  # "16.0 GT/s PCIe"
+    width: int
+    memory_node: int
+
+
+@dataclass(frozen=True)
+class Machine:
+    cores: tuple[Core, ...]
+    gpus: tuple[Gpu, ...] = ()
+    memory: dict[int, int] = field(default_factory=dict)  # memory node -> bytes
+    links: tuple[Link, ...] = ()
+
+
+@cache
+def machine() -> Machine:
+    cores = _cores()
+    return Machine(cores, _gpus(), {n: _memory(n) for n in sorted({c.memory_node for c in cores})}, _links())
+
+
+def numbers(text: str) -> list[int]:
+    """'0-3,8' -> [0, 1, 2, 3, 8], the way the kernel writes lists."""
+    found: list[int] = []
+    for part in text.strip().split(","):
+        if part:
+            first, _, last = part.partition("-")
+            found += range(int(first), int(last or first) + 1)
+    return found
+
+
+def _read(path: Path, default: str = "") -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return default
+
+
+def _usable() -> list[int]:
+    """The CPUs of this machine or container. A taskset on this process does not count: the daemon serves everybody."""
+    group = next((line.split("::", 1)[1] for line in _read(Path("/proc/self/cgroup")).splitlines() if "::" in line), "")
+    for place in (SYS / "fs/cgroup" / group.lstrip("/"), SYS / "fs/cgroup"):
+        found = _read(place / "cpuset.cpus.effective")
+        if found:
+            return numbers(found)
+    return numbers(_read(SYS / "devices/system/cpu/online")) or sorted(os.sched_getaffinity(0))
+
+
+def _cores() -> tuple[Core, ...]:
+    usable = _usable()
+    nodes: dict[int, int] = {}
+    for node in sorted(SYS.glob("devices/system/node/node[0-9]*")):
+        for cpu in numbers(_read(node / "cpulist")):
+            nodes[cpu] = int(node.name.removeprefix("node"))
+    found: dict[tuple[int, int], list[int]] = {}  # (package, core) -> cpus
+    for cpu in usable:
+        place = SYS / f"devices/system/cpu/cpu{cpu}/topology"
+        package = int(_read(place / "physical_package_id", "0") or 0)
+        siblings = numbers(_read(place / "thread_siblings_list", str(cpu)))
+        found.setdefault((max(0, package), siblings[0] if siblings else cpu), []).append(cpu)
+    cores = [Core(package, nodes.get(cpus[0], 0), tuple(cpus)) for (package, _), cpus in found.items()]
+    return tuple(sorted(cores, key=lambda c: (c.package, c.memory_node, c.cpus)))
+
+
+def _memory(node: int) -> int:
+    for line in _read(SYS / f"devices/system/node/node{node}/meminfo").splitlines():
+        if "MemTotal:" in line:
+            return int(line.split()[-2]) * 1024
+    for line in _read(Path("/proc/meminfo")).splitlines():
+        if line.startswith("MemTotal:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _links() -> tuple[Link, ...]:
+    found = []
+    for device in sorted(SYS.glob("bus/pci/devices/*")):
+        speed, width = _read(device / "current_link_speed"), _read(device / "current_link_width", "0")
+        if speed and width.isdigit() and int(width):
+            found.append(Link(device.name, speed, int(width), max(0, int(_read(device / "numa_node", "0") or 0))))
+    return tuple(found)
+
+
+def _gpus() -> tuple[Gpu, ...]:
+    if not Path("/proc/driver/nvidia/version").exists() and not Path("/dev/nvidiactl").exists():
+        return ()
+    try:
+        import pynvml
+    except ImportError:
+        return _gpus_by_tool()
+    found = []
+    try:
+        pynvml.nvmlInit()
+        for i in range(pynvml.nvmlDeviceGetCount()):
+            handle = pynvml.nvmlDeviceGetHandleByIndex(i)
+            address = pynvml.nvmlDeviceGetPciInfo(handle).busId
+            address = (address.decode() if isinstance(address, bytes) else address).lower()[-12:]
+            name, serial = pynvml.nvmlDeviceGetName(handle), "N/A"
+            with contextlib.suppress(pynvml.NVMLError):
+                serial = pynvml.nvmlDeviceGetSerial(handle)
+            found.append(Gpu(i, str(name), str(serial), _multiprocessors(i),
+                             int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
+                             max(0, int(_read(SYS / f"bus/pci/devices/{address}/numa_node", "0") or 0))))  # fmt: skip
+    except pynvml.NVMLError:
+        return _gpus_by_tool()
+    return tuple(found)
+
+
+def _gpus_by_tool() -> tuple[Gpu, ...]:
+    """The driver's own tool, where its library has no Python binding."""
+    query = "--query-gpu=index,name,serial,memory.total,pci.bus_id"
+    try:
+        done = subprocess.run(["nvidia-smi", query, "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    found = []
+    for line in done.stdout.splitlines() if done.returncode == 0 else ():
+        index, name, serial, memory, address = (part.strip() for part in line.split(","))
+        node = int(_read(SYS / f"bus/pci/devices/{address.lower()[-12:]}/numa_node", "0") or 0)
+        size = int(memory) * 2**20 if memory.isdigit() else 0
+        found.append(Gpu(int(index), name, serial.strip("[]"), _multiprocessors(int(index)), size, max(0, node)))
+    return tuple(found)
+
+
+@cache
+def _multiprocessors(index: int) -> int:
+    """Asked of the driver's library, because NVML does not tell. 0: unknown."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    device, count = ctypes.c_int(), ctypes.c_int()
+    if cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), index):
+        return 0
+    return 0 if cuda.cuDeviceGetAttribute(ctypes.byref(count), 16, device) else count.value  # 16: number of multiprocessors
+
+
+def processor() -> str:
+    """The processor's name, by lscpu."""
+    try:
+        done = subprocess.run(["lscpu", "-J"], capture_output=True, text=True, timeout=10)
+        rows = json.loads(done.stdout)["lscpu"]
+        return str(next(r["data"] for r in rows if r["field"].startswith("Model name")))
+    except (OSError, subprocess.TimeoutExpired, ValueError, KeyError, StopIteration):
+        return "N/A"

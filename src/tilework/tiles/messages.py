@@ -1,0 +1,80 @@
+"""What clients and the daemon say to each other: one JSON object a packet, over a Unix socket that keeps packets apart."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import msgspec
+
+from .asks import Ask
+
+LARGEST_REQUEST = 16 * 1024  # bytes; a longer packet ends the connection
+LARGEST_REPLY = 192 * 1024
+
+
+class LeaseRequest(msgspec.Struct, tag="lease", forbid_unknown_fields=True):
+    ask: Ask
+    command: str = ""
+    job: str = ""
+    platform: str | None = None
+    wait: float | None = None  # seconds; None: as the site says
+
+
+class Taken(msgspec.Struct, tag="taken", forbid_unknown_fields=True):
+    """The client has locked its lease's file."""
+
+
+class Release(msgspec.Struct, tag="release", forbid_unknown_fields=True):
+    lease: str
+
+
+class View(msgspec.Struct, tag="view", forbid_unknown_fields=True):
+    window: float = 2.0  # seconds to average over
+    platform: str | None = None
+
+
+class Drain(msgspec.Struct, tag="drain", forbid_unknown_fields=True):
+    path: str
+    on: bool = True
+    reason: str = ""
+
+
+class Stop(msgspec.Struct, tag="stop", forbid_unknown_fields=True):
+    pass
+
+
+class Metrics(msgspec.Struct, tag="metrics", forbid_unknown_fields=True):
+    pass
+
+
+Request = LeaseRequest | Taken | Release | View | Drain | Stop | Metrics
+_decoder = msgspec.json.Decoder(Request)
+encode = msgspec.json.encode
+
+
+def decode(packet: bytes) -> Request:
+    """msgspec.DecodeError (or ValidationError, which is one) for anything that is not a request."""
+    try:
+        return _decoder.decode(packet)
+    except (RecursionError, UnicodeDecodeError) as e:
+        raise msgspec.DecodeError(str(e)) from e
+
+
+def ask_daemon(connection: socket.socket, request: Request) -> dict[str, Any]:
+    """One question, one answer."""
+    connection.send(encode(request))
+    return receive(connection)
+
+
+def receive(connection: socket.socket) -> dict[str, Any]:
+    """ConnectionError where the daemon has gone."""
+    packet = connection.recv(LARGEST_REPLY)
+    if not packet:
+        raise ConnectionError("the daemon has closed the connection")
+    return loads(packet)
+
+
+def loads(packet: bytes) -> dict[str, Any]:
+    found: dict[str, Any] = msgspec.json.decode(packet)
+    return found

@@ -1,0 +1,80 @@
+"""The daemon's memory: drained tiles and the history of leases, in SQLite. Who holds what now is not decided here (see locks.py):
+a full disk or a lost file costs history, never a tile."""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from .ledger import Lease
+
+log = logging.getLogger("tilework.tiles")
+_TABLES = """
+create table if not exists leases (id text primary key, uid int, pid int, command text, job text, platform text, tiles text,
+                                   began real, ended real, how text);
+create table if not exists drained (path text primary key, reason text, since real);
+"""
+_KEPT_DAYS = 30
+
+
+class Store:
+    def __init__(self, path: Path) -> None:
+        self.path, self.trouble = path, ""
+        self._db: sqlite3.Connection | None = None
+        try:
+            self._db = sqlite3.connect(path, isolation_level=None, timeout=1)
+            self._db.execute("pragma journal_mode=wal")
+            self._db.execute("pragma synchronous=normal")
+            self._db.executescript(_TABLES)
+            self._db.execute("delete from leases where ended < ?", (time.time() - _KEPT_DAYS * 86400,))
+            self._db.execute("update leases set ended=?, how='unknown' where ended is null", (time.time(),))
+        except (sqlite3.Error, OSError) as e:
+            self._failed(e)
+
+    def _failed(self, error: Exception) -> None:
+        if str(error) != self.trouble:
+            log.error("%s: the history cannot be written: %s", self.path, error)
+        self.trouble = str(error)
+
+    def _do(self, statement: str, *values: object) -> None:
+        if self._db is None:
+            return
+        try:
+            self._db.execute(statement, values)
+            self.trouble = ""
+        except sqlite3.Error as e:
+            self._failed(e)
+
+    def began(self, lease: Lease) -> None:
+        self._do("insert or replace into leases values (?,?,?,?,?,?,?,?,null,null)", lease.id, lease.uid, lease.pid,
+                 lease.command, lease.job, lease.platform, ",".join(map(str, lease.tiles)), lease.since)  # fmt: skip
+
+    def ended(self, lease: Lease, how: str) -> None:
+        self._do("update leases set ended=?, how=? where id=?", time.time(), how, lease.id)
+
+    def set_drained(self, drained: Mapping[str, str]) -> None:
+        self._do("delete from drained")
+        for path, reason in drained.items():
+            self._do("insert into drained values (?,?,?)", path, reason, time.time())
+
+    def drained(self) -> dict[str, str]:
+        if self._db is None:
+            return {}
+        try:
+            return dict(self._db.execute("select path, reason from drained").fetchall())
+        except sqlite3.Error as e:
+            self._failed(e)
+            return {}
+
+    def history(self, limit: int = 100) -> list[tuple[object, ...]]:
+        if self._db is None:
+            return []
+        rows = self._db.execute("select * from leases order by began desc limit ?", (limit,)).fetchall()
+        return [tuple(r) for r in rows]
+
+    def close(self) -> None:
+        if self._db is not None:
+            self._db.close()
