@@ -1,0 +1,1 @@
+"""Commands that a DataScale site has on its PATH: sntilestat, snconfig."""

@@ -1,0 +1,98 @@
+"""sntilestat: where the time of every tile goes, and who holds it."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from tilework.errors import TileworkError
+from tilework.tiles.client import view
+from tilework.tiles.page import COLUMNS
+
+_WIDTHS = {"idle": 5, "exec": 5, "pload": 6, "aload": 6, "chkpt": 6, "quiesce": 8}
+_FREE = {"idle": 100.0}
+
+
+def rows(seen: Mapping[str, Any], skip_idle: bool = False) -> list[dict[str, Any]]:
+    """One row a tile: its path, percentages that add up to 100, and the process that holds it."""
+    leases = {lease["id"]: lease for lease in seen["leases"]}
+    found = []
+    for tile in seen["tiles"]:
+        lease = leases.get(tile["lease"])
+        if lease is None and skip_idle:
+            continue
+        shares = lease["shares"] if lease else _FREE
+        found.append({"tile": tile["path"], **{c: shares.get(c, 0.0) for c in COLUMNS}, "pid": lease["pid"] if lease else None,
+                      "user": lease["user"] if lease else None, "command": lease["command"] if lease else None,
+                      "hung": bool(lease and lease["hung"]), "drained": tile["drained"]})  # fmt: skip
+    return found
+
+
+def table(seen: Mapping[str, Any], skip_idle: bool = False, width: int | None = None) -> str:
+    """The seeds' layout. `width` cuts long commands, for a terminal."""
+    found = rows(seen, skip_idle)
+    first = max([20, *(len(r["tile"]) for r in found)])
+    head = f"{'TILE':<{first}} " + " ".join(f"{'%' + c:>{_WIDTHS[c]}}" for c in COLUMNS) + f" {'PID':>6} {'USER':>8} COMMAND"
+    lines = [head]
+    for r in found:
+        line = f"{r['tile']:<{first}} " + " ".join(f"{r[c]:>{_WIDTHS[c]}.1f}" for c in COLUMNS)
+        if r["pid"] is not None:
+            line += f" {r['pid']:>6} {r['user']:>8} {'(hung) ' if r['hung'] else ''}{r['command']}"
+        elif r["drained"] is not None:
+            line += f" {'':>6} {'':>8} (drained{': ' + r['drained'] if r['drained'] else ''})"
+        lines.append(line if width is None else line[:width])
+    if seen["note"]:
+        lines.append(f"# {seen['note']}")
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    p = argparse.ArgumentParser(prog="sntilestat", description="Where the time of every tile goes, and who holds it.")
+    p.add_argument("-i", "--interval", type=float, default=None, metavar="SECONDS", help="again and again, every so many seconds")
+    p.add_argument("--count", type=int, default=None, help="this many times")
+    p.add_argument("--skip-idle", action="store_true", help="only tiles that somebody holds")
+    p.add_argument("--csv", action="store_true", help="comma-separated, one line a tile")
+    p.add_argument("--json", action="store_true", help="one JSON list each time")
+    p.add_argument("--platform", default=os.environ.get("TILEWORK_PLATFORM"), help="host, SN10-8, SN30-8, or the site's own")
+    args = p.parse_args(argv)
+    if (args.interval is not None and args.interval <= 0) or (args.count is not None and args.count < 1):
+        p.error("--interval and --count must be more than 0")
+    times = args.count or (1 if args.interval is None else None)
+    writer = csv.writer(sys.stdout)
+    done = 0
+    try:
+        while times is None or done < times:
+            if done:
+                time.sleep(args.interval or 1.0)
+            seen = view(min(args.interval or 2.0, 60.0), args.platform)
+            if args.json:
+                print(json.dumps(rows(seen, args.skip_idle)), flush=True)
+            elif args.csv:
+                if not done:
+                    writer.writerow(["time", "tile", *COLUMNS, "pid", "user", "command"])
+                now = time.strftime("%Y-%m-%dT%H:%M:%S")
+                for r in rows(seen, args.skip_idle):
+                    writer.writerow([now, r["tile"], *(f"{r[c]:.1f}" for c in COLUMNS), r["pid"], r["user"], r["command"]])
+                sys.stdout.flush()
+            else:
+                width = os.get_terminal_size().columns if sys.stdout.isatty() else None
+                print(table(seen, args.skip_idle, width), flush=True)
+            done += 1
+    except TileworkError as e:
+        print(f"sntilestat: {e}", file=sys.stderr)
+        return e.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # sntilestat | head
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
