@@ -32,8 +32,7 @@ ROWS: list[tuple[str, str, str, str]] = [
     (f"{_S}.SambaTensor", "host_memory", IGNORED, ""),
     (f"{_S}.SambaParameter", "torch torch_tensor cpu rdu sn_name name sn_grad sn_data", HERE, ""),
     (f"{_S}.oldmodel", "run write_host_params", HERE,
-     "methods of a converted model; after runs write_host_params brings the device's weights to the host, before them the "
-     "host's to the device"),
+     "methods of a converted model; write_host_params: what the host has changed goes to the device, else the other way"),
     (f"{_S}.session", "tensor_dict output_dict _traced_tensors", HERE, ""),
     (f"{_S}.session", "buffer_dict optim_dict enabled_pinned_memory set_tensors ctx", HERE, ""),
     (f"{_S}.session", "add_aux_tensor is_valid_aux_tensor_name disable_graphamp", HERE, ""),

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .artifact.reader import read_artifact as read_artifact
     from .compiler.build import Compiled as Compiled
     from .compiler.build import compile_step as compile  # noqa: F401
+    from .compiler.build import plan_step as plan_step
     from .errors import BugError as BugError
     from .errors import MachineError as MachineError
     from .errors import TileworkError as TileworkError
@@ -45,6 +46,7 @@ _PUBLIC = {
     "UserError": ("errors", "UserError"),
     "compile": ("compiler.build", "compile_step"),
     "load": ("runtime.session", "load"),
+    "plan_step": ("compiler.build", "plan_step"),
     "read_artifact": ("artifact.reader", "read_artifact"),
 }
 __all__ = [*sorted(_PUBLIC), "optim"]

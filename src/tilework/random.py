@@ -94,7 +94,7 @@ class DropoutSite:
 
 def _feature_shape(func: Callable[..., Any], shape: Sequence[int]) -> tuple[int, ...]:
     """Shape of the mask: one value an element for dropout, one a channel for dropout1d, 2d and 3d."""
-    if func is F.dropout:
+    if func is DROPOUTS[0]:
         return tuple(shape)
     unbatched = (func is F.dropout1d and len(shape) == 2) or (func is F.dropout3d and len(shape) == 4)
     kept = 1 if unbatched else 2
@@ -102,6 +102,9 @@ def _feature_shape(func: Callable[..., Any], shape: Sequence[int]) -> tuple[int,
 
 
 DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d)
+
+
+_RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 
 
 class _Dropout(TorchFunctionMode):
@@ -117,7 +120,28 @@ class _Dropout(TorchFunctionMode):
             return self._dropout(func, *args, **kwargs)
         if func is F.scaled_dot_product_attention and (kwargs.get("dropout_p") or (len(args) > 4 and args[4])):
             return self._attention(*args, **kwargs)
+        if func in _RECURRENT and len(args) == 9 and args[5] and args[6]:
+            return self._recurrent(func, *args)
+        if func is F.multi_head_attention_forward:
+            with self._inside_attention():
+                return func(*args, **kwargs)
         return func(*args, **kwargs)
+
+    @contextmanager
+    def _inside_attention(self) -> Iterator[None]:
+        """Inside an intercepted function this mode is off; what torch's attention calls there is replaced by name."""
+        before = F.dropout, F.scaled_dot_product_attention
+
+        def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **rest):  # type: ignore[no-untyped-def]
+            plain = before[1] if not dropout_p else self._attention
+            return plain(query, key, value, attn_mask, dropout_p, is_causal, **rest)
+
+        F.dropout = lambda input, p=0.5, training=True, inplace=False: self._dropout(DROPOUTS[0], input, p, training, inplace)
+        F.scaled_dot_product_attention = attention  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            F.dropout, F.scaled_dot_product_attention = before
 
     def _dropout(self, func, input, p=0.5, training=True, inplace=False):  # type: ignore[no-untyped-def]
         if not training:
@@ -127,6 +151,21 @@ class _Dropout(TorchFunctionMode):
         scale = torch.where(p_input < 1.0, 1.0 / (1.0 - p_input), 0.0).to(input.dtype)
         noise = keep.to(input.dtype) * scale
         return input.mul_(noise) if inplace else input * noise
+
+    def _recurrent(self, func, x, hx, weights, biases, num_layers, p, train, bidirectional, batch_first):  # type: ignore[no-untyped-def]
+        """Layer by layer, with our dropout between the layers."""
+        each, ways = (4 if biases else 2) * (2 if bidirectional else 1), 2 if bidirectional else 1
+        states = list(hx) if isinstance(hx, (tuple, list)) else [hx]
+        last: list[list[Tensor]] = [[] for _ in states]
+        for layer in range(num_layers):
+            now = [s[layer * ways : (layer + 1) * ways] for s in states]
+            own = weights[layer * each : (layer + 1) * each]
+            x, *ends = func(x, tuple(now) if len(now) > 1 else now[0], own, biases, 1, 0.0, train, bidirectional, batch_first)
+            for kept, end in zip(last, ends, strict=True):
+                kept.append(end)
+            if layer + 1 < num_layers:
+                x = self._dropout(DROPOUTS[0], x, p)
+        return x, *(torch.cat(kept) for kept in last)
 
     def _attention(self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, **kwargs):  # type: ignore[no-untyped-def]
         if kwargs.get("enable_gqa"):
@@ -138,7 +177,7 @@ class _Dropout(TorchFunctionMode):
             scores = scores.masked_fill(~causal, float("-inf"))
         elif attn_mask is not None:
             scores = scores.masked_fill(~attn_mask, float("-inf")) if attn_mask.dtype == torch.bool else scores + attn_mask
-        return self._dropout(F.dropout, torch.softmax(scores, dim=-1), dropout_p) @ value
+        return self._dropout(DROPOUTS[0], torch.softmax(scores, dim=-1), dropout_p) @ value
 
 
 class SeededRandom(TorchDispatchMode):

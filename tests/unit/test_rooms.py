@@ -61,7 +61,7 @@ def test_the_engine_knows_no_vendor_word() -> None:
 
 
 FRONTENDS = [SOURCE.parent / "sambaflow"]
-FOR_FRONTENDS = {"errors", "zoo", "artifact"}  # beside what `import tilework` gives
+FOR_FRONTENDS = {"errors", "zoo", "artifact", "tiles"}  # beside what `import tilework` gives
 
 
 @pytest.mark.parametrize("path", [f for room in FRONTENDS for f in sorted(room.rglob("*.py"))], ids=lambda p: p.stem)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import sys
 import time
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +18,7 @@ from torch import Tensor, nn
 import tilework
 from tilework.artifact.structure import flatten
 
+from ..logging import samba_logger
 from .conversion import plain
 from .sambatensor import SambaTensor, to_torch
 
@@ -55,6 +59,30 @@ def batch_dim_of(inputs: Any) -> int:
     return next((t.batch_dim for t in leaves(inputs) if isinstance(t, SambaTensor) and t.batch_dim is not None), 0)
 
 
+def accumulation(model: nn.Module, call: Any, count: int, dim: int, losses: Sequence[int]) -> Literal["mean", "sum"]:
+    """How the losses of micro-batches make the loss of the batch: told by trying both on the examples."""
+    first = [losses[0]] if losses else []
+    whole = _evaluated(model, call, first)
+    parts = [_evaluated(model, _part(call, count, dim, i), first) for i in range(count)]
+    if not whole or whole[0].dim() > 0:  # a loss for every element: backward adds them all up
+        return "sum"
+    total = torch.stack([p[0] for p in parts]).double()
+    near = [abs(float(whole[0]) - float(total.mean())), abs(float(whole[0]) - float(total.sum()))]
+    return "sum" if near[1] < near[0] else "mean"
+
+
+def _evaluated(model: nn.Module, call: Any, which: Sequence[int]) -> list[Tensor]:
+    training = {m: m.training for m in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            outputs = flatten(model(**call) if isinstance(call, Mapping) else model(*call))[0]
+    finally:
+        for module, mode in training.items():
+            module.training = mode
+    return [outputs[i] for i in which]
+
+
 def losses_of(model: nn.Module, call: Any, loss_indices: Sequence[int] | None) -> list[int]:
     """Which outputs backward starts from: those named; else the scalars and what a loss function returned; else all."""
     if loss_indices is not None:
@@ -69,7 +97,28 @@ def losses_of(model: nn.Module, call: Any, loss_indices: Sequence[int] | None) -
             b.copy_(buffers[k])
     able = [i for i, o in enumerate(outputs) if o.requires_grad and o.is_floating_point()]
     likely = [i for i in able if outputs[i].dim() == 0 or any(w in _source(outputs[i]) for w in _LOSS_WORDS)]
+    feeding = _feeding(outputs, likely)
+    if feeding:
+        samba_logger.warning(f"outputs {feeding} are part of another loss that is returned beside them, and count twice: "
+                             "detach them in forward, or name the losses with loss_indices=", log_limit=1)  # fmt: skip
     return likely or able
+
+
+def _feeding(outputs: Sequence[Tensor], losses: Sequence[int]) -> list[int]:
+    """Losses from which another loss is computed."""
+    nodes = {outputs[i].grad_fn: i for i in losses if outputs[i].grad_fn is not None}
+    found: set[int] = set()
+    for i in losses:
+        stack, seen = [outputs[i].grad_fn], set[Any]()
+        while stack:
+            node = stack.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if nodes.get(node, i) != i:
+                found.add(nodes[node])
+            stack += [following for following, _ in node.next_functions]
+    return sorted(found)
 
 
 def _source(output: Tensor) -> str:
@@ -88,9 +137,13 @@ def make_step(
 ) -> tilework.Step:
     call, dim = as_call(inputs), batch_dim_of(inputs)
     several = [] if optimizers is None else list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
+    if int(getattr(args, "batch_size", 1) or 0) < 1 or any(t.numel() == 0 for t in leaves(call)):
+        raise tilework.UserError("sambaflow-batch", "an empty batch cannot be compiled",
+                                 found=f"batch size {getattr(args, 'batch_size', None)}", expected="1 or more")  # fmt: skip
     micro = 1 if inference else num_micro_batches(args, leaves(call), dim)  # nothing accumulates in a forward pass
+    whole = call
     if micro > 1:
-        call = _first_part(call, micro, dim)
+        call = _part(call, micro, dim, 0)
     norms = {n for o in several if (n := getattr(o, "max_grad_norm", None))}
     if len(norms) > 1:
         raise tilework.UserError("sambaflow-clipping", "the optimizers have different max_grad_norm", found=str(sorted(norms)),
@@ -98,6 +151,8 @@ def make_step(
     notes = {
         "args": _jsonable(vars(args)),
         "modules": {k: type(m).__name__ for k, m in model.named_modules()},
+        "frozen": [k for k, p in model.named_parameters() if not p.requires_grad],
+        "code": {"python": list(sys.version_info[:2]), "digest": code_digest(model)},
         "inputs": [getattr(t, "sn_name", None) for t in leaves(inputs)],
         "inference": inference,
         **_jsonable(dict(metadata or {})),
@@ -114,6 +169,7 @@ def make_step(
         optimizer=several or None,
         clip_norm=norms.pop() if norms and several else None,
         num_micro_batches=micro,
+        accumulate=accumulation(model, whole, micro, dim, loss) if micro > 1 else "mean",
         precision="bfloat16" if _wants_bf16(args) else "float32",
         batch_dim=dim,
         metadata={METADATA: notes},
@@ -132,16 +188,43 @@ def num_micro_batches(args: Namespace, tensors: Sequence[Tensor], dim: int) -> i
     return batch // int(size)
 
 
-def _first_part(value: Any, count: int, dim: int) -> Any:
+def _part(value: Any, count: int, dim: int, i: int) -> Any:
+    """The i-th of `count` micro-batches."""
     if isinstance(value, Tensor):
         if value.dim() <= dim:
             return value
-        return value.narrow(dim, 0, value.shape[dim] // count).detach().clone().requires_grad_(value.requires_grad)
+        size = value.shape[dim] // count
+        return value.narrow(dim, i * size, size).detach().clone().requires_grad_(value.requires_grad)
     if isinstance(value, Mapping):
-        return {k: _first_part(v, count, dim) for k, v in value.items()}
+        return {k: _part(v, count, dim, i) for k, v in value.items()}
     if isinstance(value, (tuple, list)):
-        return type(value)(_first_part(v, count, dim) for v in value)
+        return type(value)(_part(v, count, dim, i) for v in value)
     return value
+
+
+def code_digest(model: nn.Module) -> str:
+    """Of what the model's own modules are made of and do: their settings, and the code of their forward. Where it is another one
+    than at compile time, the graph is looked at (matching.py)."""
+    found = hashlib.sha256()
+    for path, module in model.named_modules():
+        settings = {k: v for k, v in vars(module).items()
+                    if not k.startswith("_") and k not in ("training", "name") and _plain_setting(v)}  # fmt: skip
+        code = getattr(type(module).forward, "__code__", None)
+        found.update(repr((path, type(module).__name__, sorted(settings.items()), _code(code))).encode())
+    return found.hexdigest()
+
+
+def _plain_setting(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_plain_setting, value))
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _code(code: Any) -> Any:
+    if code is None:
+        return None
+    constants = [_code(c) if hasattr(c, "co_code") else repr(c) for c in code.co_consts]
+    return code.co_code.hex(), code.co_names, constants
 
 
 def _wants_bf16(args: Namespace) -> bool:
@@ -149,18 +232,34 @@ def _wants_bf16(args: Namespace) -> bool:
     return preset not in ("mp0", "none", "default", "off", "fp32") or bool(getattr(args, "enable_mixed_precision_ops", None))
 
 
-def compile_to(step: tilework.Step, path: Path, report: Any, *, inference: bool, device: str | None = None) -> tilework.Compiled:
+def _options(device: str | None = None) -> tilework.Options:
     """Room for momentum, because hyperparam_dict may bring some; gradients are kept, because sn_grad may be read."""
-    options = tilework.Options(device=device or os.environ.get("TILEWORK_DEVICE", "cpu"), keep_momentum=True, keep_gradients=True)
+    device = device or os.environ.get("TILEWORK_DEVICE", "cpu")
+    return tilework.Options(device=device, keep_momentum=True, keep_gradients=True)
+
+
+@contextmanager
+def _ready(step: tilework.Step, inference: bool) -> Iterator[None]:
+    """The model as the engine takes it; for inference, without anything to differentiate."""
     frozen = [p for p in step.model.parameters() if p.requires_grad] if inference else []
     for p in frozen:
         p.requires_grad_(False)
     try:
         with plain(step.model):
-            return tilework.compile(step, path, options=options, weights="none", report=report)  # type: ignore[attr-defined]
+            yield
     finally:
         for p in frozen:
             p.requires_grad_(True)
+
+
+def planned(step: tilework.Step, device: str, *, inference: bool) -> Any:
+    with _ready(step, inference):
+        return tilework.plan_step(step, _options(device))
+
+
+def compile_to(step: tilework.Step, path: Path, report: Any, *, inference: bool, device: str | None = None) -> tilework.Compiled:
+    with _ready(step, inference):
+        return tilework.compile(step, path, options=_options(device), weights="none", report=report)  # type: ignore[attr-defined]
 
 
 def pef_path(args: Namespace, name: str) -> Path:
@@ -168,7 +267,11 @@ def pef_path(args: Namespace, name: str) -> Path:
     if getattr(args, "command", None) == "compile" and getattr(args, "pef", None):
         return Path(args.pef)
     folder = Path(getattr(args, "output_folder", None) or "out")
-    chosen = getattr(args, "pef_name", None) or f"{name}_{time.strftime('%Y%m%d_%H%M%S')}_{os.getpid()}"
+    chosen = getattr(args, "pef_name", None)
+    if chosen and ("/" in chosen or chosen in (".", "..")):
+        raise tilework.UserError("sambaflow-folder", "--pef-name is a name, not a path", found=chosen,
+                                 fix="the folder is --output-folder; -p names a whole path")  # fmt: skip
+    chosen = chosen or f"{name}_{time.strftime('%Y%m%d_%H%M%S')}_{os.getpid()}"
     return folder / chosen / f"{chosen}.pef"
 
 

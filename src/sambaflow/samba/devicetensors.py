@@ -24,6 +24,7 @@ class DeviceTensors:
         self.runner: Runner | None = None
         self.model: nn.Module | None = None
         self._inputs: Any = ()
+        self._runners: dict[int, Runner] = {}  # id of a model -> what was traced for it
         self._aux: dict[str, Tensor] = {}
 
     def _traced_runner(self) -> Runner:
@@ -34,98 +35,124 @@ class DeviceTensors:
 
     def to_cpu(self, model: nn.Module | None = None, optimizers: Any = None) -> None:
         """Device to host: parameters, buffers, and optimizer state where optimizers are given."""
-        self._traced_runner().core.to_host(self._model(model), optimizers)
+        runner = self._runner_of(model)
+        runner.core.to_host(runner.model, optimizers)
+        runner.in_sync()
 
     def to_rdu(self, model: nn.Module | None = None, optimizers: Any = None) -> None:
         """Host to device."""
-        self._traced_runner().core.to_device(self._model(model), optimizers)
+        runner = self._runner_of(model)
+        runner.core.to_device(runner.model, optimizers)
+        runner.in_sync()
 
     def to_device(self, model: nn.Module | None = None, optimizers: Any = None) -> None:
-        runner = self._traced_runner()
-        runner.core.to_device(self._model(model), optimizers if optimizers is not None else runner.optimizers or None)
+        runner = self._runner_of(model)
+        runner.core.to_device(runner.model, optimizers if optimizers is not None else runner.optimizers or None)
+        runner.in_sync()
 
-    def _model(self, model: Any) -> nn.Module:
-        found = model if isinstance(model, nn.Module) else self.model
-        assert found is not None
-        return found
+    def _runner_of(self, model: Any) -> Runner:
+        """What was traced for a model; the latest where none is named."""
+        if not isinstance(model, nn.Module):
+            return self._traced_runner()
+        found = self._runners.get(id(model))
+        if found is None and self._runners:
+            raise tilework.UserError("sambaflow-order", f"this {type(model).__name__} is not traced",
+                                     found="traced: " + ", ".join(type(r.model).__name__ for r in self._runners.values()),
+                                     fix="call samba.utils.trace_graph with it first")  # fmt: skip
+        return found or self._traced_runner()
 
-    def _buffer_of(self, tensor: Any) -> str | None:
-        """The engine's name for a tensor of the app: a parameter or buffer by identity, anything else by its sn_name."""
-        if self.runner is None:
-            return None
-        buffers = self.runner.core.buffers
-        if self.model is not None:
-            for kind, named in (("param", self.model.named_parameters()), ("buffer", self.model.named_buffers())):
+    def _all_runners(self) -> list[Runner]:
+        """The latest first."""
+        return sorted(self._runners.values(), key=lambda r: r is not self.runner)
+
+    def _find(self, tensor: Any) -> tuple[Runner, str] | None:
+        """Where the device has a tensor of the app: a parameter or buffer by identity, anything else by its sn_name."""
+        for runner in self._all_runners():
+            for kind, named in (("param", runner.model.named_parameters()), ("buffer", runner.model.named_buffers())):
                 for path, t in named:
-                    if t is tensor:
-                        return f"{kind}/{path}"
-        return self._buffer_named(getattr(tensor, "sn_name", None), buffers)
+                    if t is tensor and f"{kind}/{path}" in runner.core.buffers:
+                        return runner, f"{kind}/{path}"
+        owner = getattr(tensor, "_owner", None)
+        return self._find_named(getattr(tensor, "sn_name", None), [owner] if owner is not None else None)
 
-    def _buffer_named(self, name: str | None, buffers: Mapping[str, Tensor]) -> str | None:
-        if name is None:
-            return None
-        if self.model is not None:
-            for path, p in self.model.named_parameters():
-                if getattr(p, "sn_name", None) == name:
-                    return f"param/{path}"
-        notes = self.runner.manifest.metadata.get(METADATA, {}).get("inputs", []) if self.runner else []
-        if self.runner is not None and name in notes:
-            return f"input/{self.runner.manifest.inputs[notes.index(name)].name}"
-        return next((b for kind in ("param", "buffer", "input", "output") if (b := f"{kind}/{name}") in buffers), None)
+    def _find_named(self, name: str | None, among: Sequence[Runner] | None = None) -> tuple[Runner, str] | None:
+        for runner in among or self._all_runners() if name is not None else ():
+            buffers, notes = runner.core.buffers, runner.manifest.metadata.get(METADATA, {}).get("inputs", [])
+            for path, p in runner.model.named_parameters():
+                if getattr(p, "sn_name", None) == name and f"param/{path}" in buffers:
+                    return runner, f"param/{path}"
+            if name in notes:
+                return runner, f"input/{runner.manifest.inputs[notes.index(name)].name}"
+            for kind in ("param", "buffer", "input", "output", "infer"):
+                if f"{kind}/{name}" in buffers:
+                    return runner, f"{kind}/{name}"
+        return None
+
+    def _value(self, runner: Runner, buffer: str) -> Tensor:
+        """A copy of what the device has. Outputs are those of the last run, whatever its batch size was."""
+        kind, _, name = buffer.partition("/")
+        if kind in ("output", "infer"):
+            for output in runner.outputs:
+                if output.sn_name == name:
+                    return to_torch(output).clone()
+        return runner.core.buffers[buffer].clone()
 
     def device_gradient(self, tensor: Any) -> Tensor | None:
-        name = self._buffer_of(tensor)
-        if name is None or self.runner is None:
+        found = self._find(tensor)
+        if found is None:
             return None
-        grad = f"grad/{name.removeprefix('param/')}"
-        if grad not in self.runner.core.buffers or not self.runner.core.has_gradients:
-            return None
-        return self.runner.core.buffers[grad].clone()
+        core, grad = found[0].newest.core, f"grad/{found[1].removeprefix('param/')}"
+        return core.buffers[grad].clone() if grad in core.buffers and core.has_gradients else None
 
     def device_value(self, tensor: Any) -> Tensor:
-        name = self._buffer_of(tensor)
-        if name is None or self.runner is None or name not in self.runner.core.buffers:
+        found = self._find(tensor)
+        if found is None:
             raise tilework.UserError("sambaflow-name", "the device has no copy of this tensor",
                                      found=str(getattr(tensor, "sn_name", None)),
                                      fix="it must be a parameter, buffer or input of the traced model")  # fmt: skip
-        return self.runner.core.buffers[name].clone()
+        return self._value(*found)
 
     def set_device_value(self, tensor: Any, value: Tensor) -> None:
-        name = self._buffer_of(tensor)
         self.device_value(tensor)  # raises where there is none
-        assert self.runner is not None and name is not None
-        self.runner.core.buffers[name].copy_(value)
+        found = self._find(tensor)
+        assert found is not None
+        found[0].core.buffers[found[1]].copy_(value)
 
     def pull(self, tensor: Any) -> None:
-        name = self._buffer_of(tensor)
-        if name is not None and self.runner is not None and name.startswith(("param/", "buffer/")):
+        found = self._find(tensor)
+        if found is None or found[1].startswith("input/"):
+            return
+        value, target = self._value(*found), to_torch(tensor).data
+        if target.shape == value.shape:
             with torch.no_grad():
-                to_torch(tensor).data.copy_(self.runner.core.buffers[name])
+                target.copy_(value)
 
     def push(self, tensor: Any) -> None:
-        name = self._buffer_of(tensor)
-        if name is not None and self.runner is not None and name in self.runner.core.buffers:
-            self.runner.core.buffers[name].copy_(to_torch(tensor).detach())
+        found = self._find(tensor)
+        if found is not None:
+            found[0].core.buffers[found[1]].copy_(to_torch(tensor).detach())
 
     def get_tensors(self, output_tensors: Any) -> list[SambaTensor]:
         wanted = output_tensors if isinstance(output_tensors, (list, tuple)) else [output_tensors]
-        return self.get_tensors_by_name([t.sn_name for t in wanted])
+        return [SambaTensor(self.device_value(t), name=t.sn_name) for t in wanted]
 
     def get_tensors_by_name(self, names: Sequence[str] | str) -> list[SambaTensor]:
         """Device values by sn_name, by the names of inputs and outputs, or by the path of a parameter."""
-        runner, found = self._traced_runner(), []
+        self._traced_runner()
+        made = []
         for name in [names] if isinstance(names, str) else names:
-            buffer = self._buffer_named(name, runner.core.buffers)
-            if buffer is None and name in self._aux:
-                found.append(SambaTensor(self._aux[name], name=name))
+            found = self._find_named(name)
+            if found is None and name in self._aux:
+                made.append(SambaTensor(self._aux[name], name=name))
                 continue
-            if buffer is None:
-                known = list(self.tensor_dict)
-                raise tilework.UserError(
-                    "sambaflow-name", f"no tensor {name!r} on the device", expected=did_you_mean(name, known)
-                )
-            found.append(SambaTensor(runner.core.buffers[buffer].clone(), name=name))
-        return found
+            if found is None:
+                raise self._no_such(name)
+            made.append(SambaTensor(self._value(*found), name=name))
+        return made
+
+    def _no_such(self, name: str) -> Exception:
+        known = did_you_mean(name, list(self.tensor_dict))
+        return tilework.UserError("sambaflow-name", f"no tensor {name!r} on the device", expected=known)
 
     @property
     def tensor_dict(self) -> dict[str, SambaTensor]:
@@ -163,10 +190,9 @@ class DeviceTensors:
         return self
 
     def set_tensors(self, values: Mapping[str, np.ndarray]) -> None:
-        runner = self._traced_runner()
+        self._traced_runner()
         for name, value in values.items():
-            buffer = self._buffer_named(name, runner.core.buffers)
-            if buffer is None:
-                raise tilework.UserError("sambaflow-name", f"no tensor {name!r} on the device",
-                                         expected=did_you_mean(name, list(self.tensor_dict)))  # fmt: skip
-            runner.core.buffers[buffer].copy_(torch.as_tensor(value))
+            found = self._find_named(name)
+            if found is None:
+                raise self._no_such(name)
+            found[0].core.buffers[found[1]].copy_(torch.as_tensor(value))

@@ -8,6 +8,8 @@ import socket
 
 import torch.distributed as dist
 
+from .refusals import refused
+
 _RANK = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 _SIZE = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
 _LOCAL = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
@@ -20,15 +22,13 @@ def _number(names: tuple[str, ...], default: int) -> int:
 def start(args: argparse.Namespace) -> None:
     if dist.is_initialized() or not dist.is_available():
         return
-    rank, size = _number(_RANK, 0), _number(_SIZE, 1)
-    args.local_rank = _number(_LOCAL, rank)
+    size = _number(_SIZE, 1)
+    args.local_rank = _number(_LOCAL, _number(_RANK, 0))
     if size == 1:
         store = dist.TCPStore("127.0.0.1", _free_port(), 1, True)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         return
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "29531")
-    dist.init_process_group("gloo", rank=rank, world_size=size)
+    raise refused(f"data parallel over {size} ranks: gradients are not averaged yet")
 
 
 def _free_port() -> int:

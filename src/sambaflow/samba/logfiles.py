@@ -23,7 +23,7 @@ def log_files(path: Path) -> Iterator[Any]:
     def report(line: str) -> None:
         stamp = f"{time.perf_counter() - begin:9.3f} s  "
         for kind, log in logs.items():
-            if kind == "PLASMA_COMPILE" and "compil" not in line and "code" not in line:
+            if kind == "PLASMA_COMPILE" and not any(w in line for w in ("compil", "code", "operators")):
                 continue
             with log.open("a") as f:
                 f.write(stamp + line + "\n")

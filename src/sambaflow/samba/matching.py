@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,11 +10,13 @@ from torch import nn
 
 import tilework
 
-from .compiling import METADATA, as_call, leaves
+from .compiling import METADATA, as_call, code_digest, leaves, planned
 from .running import Runner
 
 
-def check(runner: Runner, model: nn.Module, inputs: Any, optimizers: Sequence[Any]) -> None:
+def check(
+    runner: Runner, model: nn.Module, inputs: Any, optimizers: Sequence[Any], loss_indices: Sequence[int] | int | None = None
+) -> None:
     """The PEF fits the app's model, inputs and optimizers; otherwise every difference at once."""
     m, problems = runner.manifest, []
     compiled = m.metadata.get(METADATA)
@@ -31,6 +34,16 @@ def check(runner: Runner, model: nn.Module, inputs: Any, optimizers: Sequence[An
     for parameter in m.parameters:
         if f"param/{parameter.name}" not in own:
             problems.append(f"param/{parameter.name}: the model has no such parameter")
+    if optimizers and not runner.inference and compiled is not None and "frozen" in compiled:
+        frozen = {k for k, p in model.named_parameters() if not p.requires_grad}
+        for name in sorted(frozen ^ set(compiled["frozen"])):
+            state = ["trained", "frozen"]
+            problems.append(f"param/{name}: found {state[name in frozen]}, expected {state[name not in frozen]}")
+    if loss_indices is not None and m.outputs:
+        asked = [loss_indices] if isinstance(loss_indices, int) else list(loss_indices)
+        names = [m.outputs[i].name for i in asked if i < len(m.outputs)]
+        if sorted(names) != sorted(m.losses) and not runner.inference:
+            problems.append(f"loss_indices: found {', '.join(names)}, expected {', '.join(m.losses) or 'none'}")
     given = leaves(as_call(inputs))
     if len(given) != len(m.inputs):
         problems.append(f"inputs: found {len(given)}, expected {len(m.inputs)}: {', '.join(a.name for a in m.inputs)}")
@@ -48,6 +61,33 @@ def check(runner: Runner, model: nn.Module, inputs: Any, optimizers: Sequence[An
             f"{runner.path}: this PEF was compiled for something else:\n    " + "\n    ".join(problems[:20]),
             fix="compile again with this model, batch size and inputs",
         )
+
+
+def check_graph(runner: Runner, step: tilework.Step) -> None:
+    """The model still computes what was compiled. It is captured again only where its code or settings look different."""
+    noted = runner.manifest.metadata.get(METADATA, {}).get("code") or {}
+    if noted.get("python") != list(sys.version_info[:2]) or noted.get("digest") == code_digest(runner.model):
+        return
+    again = planned(step, runner.manifest.fingerprint.device, inference=runner.inference)
+    here, there = again.programs["infer"], runner.core.artifact.graphs["infer"]
+    if _operators(here) != _operators(there):
+        changed = sorted({n for n, _ in _operators(here)} ^ {n for n, _ in _operators(there)})
+        raise tilework.UserError(
+            "sambaflow-mismatch", f"{runner.path}: the model computes something else than when this PEF was compiled",
+            found=f"operators that differ: {', '.join(changed[:8])}" if changed else "the same operators, used in another way",
+            fix="compile again",
+        )  # fmt: skip
+
+
+def _operators(graph: Any) -> list[tuple[str, Any]]:
+    """A graph without the names of its values: operators, what they use (by position) and constants; then what is written."""
+    number: dict[str, Any] = {}
+    found: list[tuple[str, Any]] = []
+    for node in graph.nodes:
+        renamed = node.map_refs(lambda r: str(number.get(r, r)))
+        found.append((node.op, repr((renamed.args, sorted(renamed.kwargs.items())))))
+        number[node.name] = f"#{len(number)}"
+    return [*found, *[("write " + buffer, str(number.get(value, value))) for buffer, value in graph.writes]]
 
 
 def _batch(m: Any) -> int:

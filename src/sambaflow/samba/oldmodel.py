@@ -14,11 +14,11 @@ def run(inputs: Any, section_types: Sequence[str] | None = None, grad_of_outputs
 
 
 def write_host_params() -> None:
-    """model.write_host_params(): the newer side wins. After runs, the device's weights go to the host's parameters; before the
-    first run, the host's go to the device (no public text says which of the two is meant; here nothing can be lost)."""
+    """model.write_host_params(): the newer side wins, because no public text says which way is meant. Parameters that the host
+    has changed since the last sync go to the device; otherwise the device's weights come to the host."""
     from .sambasession import session
 
-    if session._traced_runner().outputs:
-        session.to_cpu()
-    else:
+    if session._traced_runner().host_has_changed():
         session.to_rdu()
+    else:
+        session.to_cpu()

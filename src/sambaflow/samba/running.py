@@ -1,4 +1,4 @@
-"""samba.session.run: inputs, sections and hyperparameters as apps give them, to one call of a tilework session."""
+"""samba.session.run: inputs, sections and hyperparameters as apps give them, to calls of a tilework session."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from .sambatensor import SambaTensor, to_torch
 SECTIONS = {"fwd": "fwd", "forward": "fwd", "bckwd": "bwd", "bwd": "bwd", "backward": "bwd", "opt": "opt", "optim": "opt",
             "gradnorm": "opt", "reduce": "reduce"}  # fmt: skip
 HYPER = ("lr", "momentum", "weight_decay", "p")
+Gradients = Sequence[Tensor | None] | None
 
 
 class Runner:
@@ -34,13 +35,31 @@ class Runner:
         for optimizer in self.optimizers:  # a scheduler checks that steps were made: they are, on the device
             optimizer._opt_called = True
         self.inference = bool(m.metadata.get(METADATA, {}).get("inference", False))
+        self.traced: tuple[SambaTensor, ...] = ()  # what trace_graph returned
         self.outputs: list[SambaTensor] = []  # of the last forward
+        self.newest: Runner = self  # the one that ran last: this one, or the one for another batch size
+        self._input_names = [a.name for a in m.inputs]
+        self._named = list(m.metadata.get(METADATA, {}).get("inputs", []))  # sn_name of each when it was compiled
         self._dtypes = [self.core.buffers[f"input/{a.name}"].dtype for a in m.inputs]
         self._rows = self._batch_rows()
         self._given: dict[str, float] = {}  # by hyperparam_dict, until it says something else
         self._set: dict[str, Any] = {}
         self._others: dict[int, Runner] = {}  # for batches of other sizes
         self._bare = {k.split("#")[0].rsplit(".", 1)[-1] for k in m.hyperparameters}
+        self._steps_forward = 1  # mini-batches of the last forward
+        self.in_sync()
+        self._parts: tuple[list[Tensor], tuple[int, int], dict[str, Tensor]] | None = None  # see _forward_in_parts
+
+    def in_sync(self) -> None:
+        """Host and device have just been made equal."""
+        self._host_versions = [p._version for p in self.model.parameters()]
+
+    def host_has_changed(self) -> bool:
+        return self._host_versions != [p._version for p in self.model.parameters()]
+
+    def close(self) -> None:
+        for runner in (*self._others.values(), self):
+            runner.core.close()
 
     def _batch_rows(self) -> int | None:
         """Rows of one run: the batch of the artifact times its micro-batches."""
@@ -57,36 +76,56 @@ class Runner:
         input_tensors: Any = None,
         section_types: Sequence[str] | None = None,
         hyperparam_dict: Mapping[str, Any] | None = None,
-        out_grads: Sequence[Tensor | None] | None = None,
+        out_grads: Gradients = None,
         inference: bool = False,
     ) -> list[SambaTensor]:
         given = self._flat(input_tensors)
         sections = self._sections(section_types, inference)
         self._set_hyper(hyperparam_dict)
         rows, steps = self._rows_of(given), 1
-        if rows is not None and self._rows is not None and rows != self._rows and "fwd" in sections:
+        if "fwd" not in sections:
+            if self.newest is not self:  # what the last forward kept is there
+                return self._other(self.newest, given, section_types, out_grads, inference)
+        elif rows is not None and self._rows is not None and rows != self._rows:
             if rows % self._rows or self.num_spatial == 1:
-                return self._other(rows, given, section_types, hyperparam_dict, out_grads, inference)
+                return self._other(self._resized(rows, given), given, section_types, out_grads, inference)
             steps = rows // self._rows
+        self.newest = self
+        if "fwd" in sections:
+            self._steps_forward = steps
+        steps = max(steps, self._steps_forward)
         if sections == {"fwd"}:
             in_eval = self.inference or inference or not self.model.training
             return self._keep(self._forward(given, steps, in_eval))
         if out_grads is None and sections >= self._all():
             return self._keep(self.core.run(*given, num_steps=steps).flat)
+        if steps > 1:
+            raise tilework.UserError("sambaflow-spatial", "several mini-batches in one run need all sections together",
+                                     found=f"{steps} mini-batches, sections {', '.join(sorted(sections))}",
+                                     fix="give one mini-batch, or leave out section_types and gradients of outputs")  # fmt: skip
+        if self.manifest.num_micro_batches > 1:
+            return self._in_parts(given, sections, out_grads)
         order = [s for s in ("fwd", "bwd", "opt") if s in sections]
-        grads = (
-            {a.name: g for a, g in zip(self.manifest.outputs, out_grads, strict=False) if g is not None} if out_grads else None
-        )
         result = self.core.run(
-            *(given if "fwd" in sections else ()), sections=order, out_grads=grads if "bwd" in sections else None
+            *(given if "fwd" in sections else ()),
+            sections=order,
+            out_grads=self._by_output(out_grads) if "bwd" in sections else None,
         )
         return self._keep(result.flat) if "fwd" in sections else self.outputs
 
     def _all(self) -> set[str]:
         return set(self.core.training_sections) - {"reduce"}
 
+    def _by_output(self, out_grads: Gradients) -> dict[str, Tensor] | None:
+        if not out_grads:
+            return None
+        return {a.name: g for a, g in zip(self.manifest.outputs, out_grads, strict=False) if g is not None}
+
+    # ---- inputs ----
+
     def _flat(self, given: Any) -> list[Tensor]:
-        """Plain tensors in the artifact's order and dtypes. Names of a dict decide; None entries fall away."""
+        """Plain tensors in the artifact's order and dtypes. Names of a dict decide, and so do those of tensors that all have
+        the names that were compiled; None entries fall away."""
         if given is None:
             return []
         if isinstance(given, Mapping):
@@ -96,12 +135,14 @@ class Runner:
             found = leaves(found)
         if len(found) != len(self._dtypes):
             return [to_torch(g) for g in found]  # the engine says what is wrong
+        names = [getattr(g, "sn_name", None) for g in found]
+        if names != self._named and None not in names and len(set(names)) == len(names) and set(names) == set(self._named):
+            found = [found[names.index(n)] for n in self._named]
         return [_as(g, dtype) for g, dtype in zip(found, self._dtypes, strict=True)]
 
     def _by_name(self, given: Mapping[str, Any]) -> list[Any]:
         """By the names of forward's arguments, or by those that the tensors had when they were compiled."""
-        own = [a.name for a in self.manifest.inputs]
-        named = self.manifest.metadata.get(METADATA, {}).get("inputs", [])
+        own, named = self._input_names, self._named
         tensors = {k: v for k, v in given.items() if v is not None}
         for names in (own, named):
             if set(names) == set(tensors):
@@ -114,13 +155,18 @@ class Runner:
         )  # fmt: skip
 
     def _rows_of(self, given: Sequence[Tensor]) -> int | None:
+        """Rows of the batch, where all inputs agree on them; where they do not, the engine says what is wrong."""
         dim = self.manifest.batch_dim
         if dim is None or len(given) != len(self.manifest.inputs):
             return None
+        micro, found = self.manifest.num_micro_batches, None
         for tensor, argument in zip(given, self.manifest.inputs, strict=True):
-            if len(argument.type.shape) > dim and tensor.dim() == len(argument.type.shape):
-                return tensor.shape[dim]
-        return None
+            shape = argument.type.shape
+            if len(shape) > dim and tensor.dim() == len(shape) and self._rows == shape[dim] * micro:
+                if found is not None and tensor.shape[dim] != found:
+                    return None
+                found = tensor.shape[dim]
+        return found
 
     def _sections(self, asked: Sequence[str] | str | None, inference: bool) -> set[str]:
         if asked is None:
@@ -139,6 +185,8 @@ class Runner:
                                      fix="compile it without --inference, with an optimizer")  # fmt: skip
         return found
 
+    # ---- forward alone, and micro-batches section by section ----
+
     def _forward(self, given: list[Tensor], steps: int, in_eval: bool) -> list[Tensor]:
         """Forward alone, batch by batch where several were given: as in eval mode, or as in training."""
         count, dim = steps * self.manifest.num_micro_batches, self.manifest.batch_dim or 0
@@ -147,16 +195,59 @@ class Runner:
         elif count == 1:
             outputs = self.core.run(*given, sections=["fwd"]).flat
         else:
-            batches = zip(*(g.chunk(count, dim) for g in given), strict=True)
-            parts = [self.core.run(*batch, sections=["fwd"]).flat for batch in batches]
+            self._parts = given, self.core.random_state(), {}
+            parts = [self.core.run(*batch, sections=["fwd"]).flat for batch in self._chunks(given, count)]
+            self._parts = given, self._parts[1], {k: t.clone() for k, t in self._statistics()}
             outputs = [torch.stack(p) if p[0].dim() == 0 else torch.cat(p, dim) for p in zip(*parts, strict=True)]
         return [self._a_step(o, steps) if count > steps and o.shape == (count,) and o.is_floating_point() else o for o in outputs]
 
-    @staticmethod
-    def _a_step(losses: Tensor, steps: int) -> Tensor:
+    def _a_step(self, losses: Tensor, steps: int) -> Tensor:
         """Of each micro-batch -> of each step; a single one is a scalar, as in training."""
-        mean = losses.reshape(steps, -1).mean(1)
-        return mean if steps > 1 else mean[0]
+        each = losses.reshape(steps, -1)
+        one = each.sum(1) if self.manifest.accumulate == "sum" else each.mean(1)
+        return one if steps > 1 else one[0]
+
+    def _chunks(self, given: Sequence[Tensor], count: int) -> Any:
+        dim, shapes = self.manifest.batch_dim or 0, [list(a.type.shape) for a in self.manifest.inputs]
+        each = [[g] * count if list(g.shape) == s else g.chunk(count, dim) for g, s in zip(given, shapes, strict=True)]
+        return zip(*each, strict=True)
+
+    def _statistics(self) -> list[tuple[str, Tensor]]:
+        return [(k, t) for k, t in self.core.buffers.items() if k.startswith("buffer/")]
+
+    def _in_parts(self, given: list[Tensor], sections: set[str], out_grads: Gradients) -> list[SambaTensor]:
+        """Micro-batches with sections of their own, or with given gradients: forward and backward of each part, gradients added
+        up as the fused step does. Where forward has run before, it is repeated with the same random numbers, and running
+        statistics (of BatchNorm, say) stay as that forward left them."""
+        micro, dim = self.manifest.num_micro_batches, self.manifest.batch_dim or 0
+        if "fwd" in sections:
+            self._keep(self._forward(given, 1, in_eval=False))
+        if "bwd" in sections:
+            if self._parts is None:
+                raise tilework.UserError("run-order", "bckwd needs a fwd before it", fix="run the section fwd first")
+            given, random, statistics = self._parts
+            after = self.core.random_state()
+            self.core.seed(*random)
+            mean = self.manifest.accumulate == "mean"
+            totals: dict[str, Tensor] = {}
+            for i, batch in enumerate(self._chunks(given, micro)):
+                part = None
+                if out_grads:
+                    part = [None if g is None else (g / micro if mean else g) if g.dim() == 0 else g.chunk(micro, dim)[i]
+                            for g in out_grads]  # fmt: skip
+                self.core.run(*batch, sections=["fwd", "bwd"], out_grads=self._by_output(part))
+                for k, grad in self.core.buffers.items():
+                    if k.startswith("grad/") and not k.startswith("grad/input/"):
+                        totals[k] = grad.clone() if k not in totals else totals[k] + grad
+            for k, total in totals.items():
+                self.core.buffers[k].copy_(total / micro if mean and not out_grads else total)
+            for k, kept in statistics.items():
+                self.core.buffers[k].copy_(kept)
+            self.core.seed(*after)
+        if "opt" in sections:
+            self.core.run(sections=["opt"])
+            self._parts = None
+        return self.outputs
 
     def _keep(self, raw: Sequence[Tensor]) -> list[SambaTensor]:
         self.outputs = made = [t.as_subclass(SambaTensor) for t in raw]
@@ -174,7 +265,7 @@ class Runner:
             if unknown:
                 raise tilework.UserError("sambaflow-hyperparameter", f"no hyperparameter {unknown[0]!r}", found=", ".join(given),
                                          expected=", ".join(HYPER))  # fmt: skip
-            self._given |= {k: float(v) for k, v in given.items() if k in self._bare}
+            self._given |= {k: _number(k, v) for k, v in given.items() if k in self._bare}
         now = dict(self._given)
         for i, optimizer in enumerate(self.optimizers):
             for j, group in enumerate(optimizer.param_groups):
@@ -187,26 +278,36 @@ class Runner:
 
     # ---- other batch sizes ----
 
-    def _other(self, rows: int, given: list[Tensor], *rest: Any) -> list[SambaTensor]:
+    def _resized(self, rows: int, given: list[Tensor]) -> Runner:
         """A batch of another size (the last of an epoch, say): the same step, captured once for that size and replayed by
-        PyTorch, on the same weights."""
+        PyTorch."""
         if self.step is None:
             self.core.run(*given)  # raises, with every mismatch
         if rows not in self._others:
             logging.samba_logger.warning(f"a batch of {rows} instead of {self._rows} rows: the step is captured once more for "
                                          "that size and runs on the reference device, which is slower", log_limit=1)  # fmt: skip
-            step = _resized(self.step, self.manifest, given)
+            step = _with_examples(self.step, given)
             with tempfile.TemporaryDirectory() as folder:
                 made = compile_to(step, Path(folder) / "other.pef", lambda _: None, inference=self.inference, device="reference")
                 self._others[rows] = Runner(made.path, self.model, self.optimizers, None, 1)
-        other = self._others[rows]
-        _copy_tensors(self.core, other.core)
-        section_types, hyper, grads, inference = rest
+        return self._others[rows]
+
+    def _other(self, other: Runner, given: list[Tensor], sections: Any, grads: Gradients, inference: bool) -> list[SambaTensor]:
+        """A run elsewhere, on the same weights."""
+        if "fwd" in self._sections(sections, inference):  # else it has the weights, and what its forward kept
+            _copy_tensors(self.core, other.core)
         other._given = dict(self._given)
-        outputs = other.run(given, section_types, hyper, grads, inference)
+        self.outputs = other.run(given or None, sections, None, grads, inference)
         _copy_tensors(other.core, self.core)
-        self.outputs = outputs
-        return outputs
+        self.newest = other
+        return self.outputs
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise tilework.UserError("sambaflow-hyperparameter", f"{name} is not a number", found=repr(value)[:80]) from None
 
 
 def _copy_tensors(source: tilework.Session, target: tilework.Session) -> None:
@@ -223,7 +324,7 @@ def _as(value: Any, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype)
 
 
-def _resized(step: tilework.Step, manifest: Any, given: Sequence[Tensor]) -> tilework.Step:
+def _with_examples(step: tilework.Step, given: Sequence[Tensor]) -> tilework.Step:
     """The step with the given tensors as its examples, one micro-batch of them all."""
     from dataclasses import replace
 

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 
 import tilework
+from tilework.errors import did_you_mean
 
 from ..logging import samba_logger
-from . import distributed
+from . import distributed, failures
 from .compiling import compile_to, make_step, pef_path
 from .devicetensors import DeviceTensors
 from .logfiles import log_files
-from .matching import check
+from .matching import check, check_graph
 from .profiler import Profiler
 from .refusals import refused, say_ignored
 from .running import Runner
@@ -37,6 +38,7 @@ class SambaSession(DeviceTensors):
         self.enabled_pinned_memory = False
         self.profiler = Profiler()
         self.seed: int | None = None
+        self._profiling = False  # between start_ and end_..._profile: every run is an event
         self._compiled: dict[int, Path] = {}  # id of a model -> the file that this process compiled for it
 
     # ---- compiling ----
@@ -65,7 +67,13 @@ class SambaSession(DeviceTensors):
         optimizers = optim if optimizers is None else optimizers
         notes = {"metadata": {**dict(pef_metadata or {}), **dict(metadata or {})}}
         path = pef_path(args, name or type(model).__name__)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        failures.install()  # also where an app does not use parse_app_args
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.with_suffix(".samba.log").touch()
+        except OSError as e:
+            raise tilework.UserError("sambaflow-folder", f"{path.parent}: nothing can be written there", found=str(e),
+                                     fix="choose another --output-folder") from e  # fmt: skip
         with log_files(path) as report:
             step = make_step(model, inputs, optimizers, args, loss_indices=loss_indices, inference=forward_only, metadata=notes)
             done = compile_to(step, path, report, inference=forward_only)
@@ -86,6 +94,7 @@ class SambaSession(DeviceTensors):
         transfer_device: bool = True,
         loss_indices: Sequence[int] | None = None,
     ) -> tuple[SambaTensor, ...]:
+        failures.install()
         args = self.args
         several = [] if optimizers is None else list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
         path = Path(pef) if pef else self._compiled.get(id(model))
@@ -97,21 +106,30 @@ class SambaSession(DeviceTensors):
             path = compile_to(traced, Path(self._folder.name) / "traced.pef", lambda _: None, inference=not several).path
         step = make_step(model, inputs, several, args, loss_indices=[0], inference=not several)
         spatial = int(getattr(args, "num_spatial_batches", 1) or 1) if getattr(args, "mapping", None) == "spatial" else 1
+        before = self._runners.pop(id(model), None)
+        if before is not None:
+            before.close()
         runner = Runner(path, model, several, step, spatial)
-        check(runner, model, inputs, several)
+        check(runner, model, inputs, several, loss_indices)
+        if several and runner.inference and not getattr(args, "inference", False):
+            samba_logger.warning(f"{path} was compiled with --inference: runs are forward only, the optimizer does nothing")
         if several:
             step.loss = [o.name for o in runner.manifest.outputs if o.name in runner.manifest.losses]
+            step.accumulate = runner.manifest.accumulate  # type: ignore[assignment]
+        if pef:
+            check_graph(runner, step)
         if self.seed is not None:
             runner.core.seed(self.seed)
         if transfer_device:
             runner.core.to_device(model, several or None)
-        self.runner, self.model, self._inputs = runner, model, inputs
-        outputs = tuple(_traced(a) for a in (runner.manifest.outputs or runner.manifest.infer_outputs))
-        model.output_tensors = outputs  # type: ignore[assignment]
+        self._runners[id(model)] = self.runner = runner
+        self.model, self._inputs = model, inputs
+        runner.traced = tuple(_traced(a, runner) for a in (runner.manifest.outputs or runner.manifest.infer_outputs))
+        model.output_tensors = runner.traced  # type: ignore[assignment]
         if pef:
             now = time.strftime("%Y-%m-%dT%H:%M:%S")
             print(f"{now} : [INFO][LIB][{os.getpid()}]: sn_create_session: PEF File: {pef}", flush=True)
-        return outputs
+        return runner.traced
 
     # ---- running ----
 
@@ -129,35 +147,33 @@ class SambaSession(DeviceTensors):
         graph_name: str | None = None,
         **ignored: Any,
     ) -> list[SambaTensor]:
-        """Runs the sections, all of them by default; returns the outputs in the order in which forward returns them."""
-        runner = self._traced_runner()
-        if ignored:
-            say_ignored("session.run", ignored)
-        if data_parallel and distributed.get_world_size() > 1:
+        """Runs the sections, all of them by default; returns the outputs in the order in which forward returns them, or those
+        of `output_tensors`, in their order, where these are some of the traced ones."""
+        wanted = [o for o in _several(output_tensors) if isinstance(o, SambaTensor)]
+        runner = next((o._owner for o in wanted if o._owner is not None), None) or self._traced_runner()
+        unknown = [k for k in ignored if k not in _HARMLESS]
+        if unknown:
+            raise tilework.UserError("sambaflow-argument", f"session.run has no argument {unknown[0]!r}",
+                                     fix=did_you_mean(unknown[0], _RUN_ARGUMENTS))  # fmt: skip
+        say_ignored("session.run", ignored)
+        if distributed.get_world_size() > 1:  # an app may have brought the group up by itself
             raise refused("data parallel over several ranks: gradients are not averaged yet")
         if section_ids is not None and section_types is None:
             section_types = self._section_types(section_ids)
         grads: list[Tensor | None] | None = None
         if grad_of_outputs is not None:
-            grads = [None if g is None else to_torch(g).detach() for g in grad_of_outputs]
+            grads = [None if g is None else to_torch(g).detach() for g in _several(grad_of_outputs)]
         elif section_types is None or any(str(s).lower().startswith("b") for s in section_types):
-            grads = self._seeded_outputs(output_tensors)
+            grads = _seeds(runner, output_tensors)
         inference = bool(getattr(self.args, "inference", False))
-        return runner.run(input_tensors, section_types, hyperparam_dict, grads, inference)
-
-    def _seeded_outputs(self, output_tensors: Any) -> list[Tensor | None] | None:
-        """Gradients that the app has assigned to sn_grad of an output: of the traced ones, or of those that run returned."""
-        assert self.runner is not None and self.model is not None
-        given = (
-            output_tensors if isinstance(output_tensors, (list, tuple)) else () if output_tensors is None else (output_tensors,)
-        )
-        for outputs in (given, getattr(self.model, "output_tensors", ()) or (), self.runner.outputs):
-            grads = [getattr(o, "_own_sn_grad", None) for o in outputs]
-            if any(g is not None for g in grads):
-                for o in outputs:
-                    o._own_sn_grad = None
-                return grads
-        return None
+        event = self.profiler.start_event("session.run") if self._profiling else None
+        results = runner.run(input_tensors, section_types, hyperparam_dict, grads, inference)
+        if event is not None:
+            self.profiler.end_event(event)
+        if len(wanted) == len(runner.traced) and all(a is b for a, b in zip(wanted, runner.traced, strict=True)):
+            return results
+        places = [i for o in wanted for i, t in enumerate(runner.traced) if t is o]
+        return [results[i] for i in places] if places and len(places) == len(wanted) else results
 
     def _section_types(self, ids: Sequence[int]) -> list[str]:
         """Sections by number: in the order in which they run."""
@@ -177,8 +193,9 @@ class SambaSession(DeviceTensors):
 
     def reset(self) -> None:
         """Forget what was traced."""
-        if self.runner is not None:
-            self.runner.core.close()
+        for runner in self._runners.values():
+            runner.close()
+        self._runners.clear()
         self.runner, self.model, self._inputs = None, None, ()
         self._compiled.clear()
         self._aux.clear()
@@ -193,8 +210,10 @@ class SambaSession(DeviceTensors):
 
     def start_samba_profile(self) -> None:
         self.profiler.reset()
+        self._profiling = True
 
     def end_samba_profile(self, path: str | None = None) -> None:
+        self._profiling = False
         if path:
             Path(path).write_text(self.profiler.print_statistics(show=False) + "\n")
 
@@ -225,9 +244,33 @@ class SambaSession(DeviceTensors):
     dynamic_dims: Any = ()
 
 
-def _traced(argument: Any) -> SambaTensor:
+_HARMLESS = ("run_graph_only", "measure_performance", "dev_mode", "distlearn_config", "local_rank", "is_training")
+_RUN_ARGUMENTS = ("input_tensors", "output_tensors", "hyperparam_dict", "section_types", "grad_of_outputs", "data_parallel",
+                  "reduce_on_rdu", "data_parallel_mode", "section_ids", "graph_name")  # fmt: skip
+
+
+def _several(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [] if value is None else [value]
+
+
+def _traced(argument: Any, runner: Runner) -> SambaTensor:
     made = SambaTensor(shape=argument.type.shape, dtype=getattr(torch, argument.type.dtype), name=argument.name)
+    made._owner = runner
     return made
+
+
+def _seeds(runner: Runner, output_tensors: Any) -> list[Tensor | None] | None:
+    """Gradients that the app has assigned to sn_grad of an output: of those that run
+    returned, of those given, or of the traced ones, where they stay until the app assigns others."""
+    for outputs in (runner.outputs, _several(output_tensors), runner.traced):
+        found = {id(o): g for o in outputs if (g := getattr(o, "_own_sn_grad", None)) is not None}
+        if not found:
+            continue
+        for order in (runner.traced, runner.outputs):  # a subset may have been given
+            if any(id(o) in found for o in order):
+                return [found.get(id(o)) for o in order]
+        return [found.get(id(o)) for o in outputs]
+    return None
 
 
 session = SambaSession()

@@ -35,6 +35,7 @@ class _OnDevice:
     host_memory: bool | None = None
     has_data: bool = True
     _own_sn_grad: Tensor | None = None
+    _owner: Any = None  # of a traced output: the runner that makes it
 
     @property
     def name(self) -> str | None:

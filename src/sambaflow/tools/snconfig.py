@@ -91,9 +91,7 @@ def dynamic(seen: Mapping[str, Any]) -> str:
     for tiles in chips.values():
         bad = [text for t in tiles if (text := _trouble(t, leases.get(t["lease"])))]
         where = tiles[0]["path"].rsplit("/", 1)[0]
-        lines.append(
-            f"{where} tiles perfect: {len(tiles) - len(bad)} of {len(tiles)}" + (f" ({'; '.join(bad)})" if bad else "")
-        )
+        lines.append(f"{where} tiles perfect: {len(tiles) - len(bad)} of {len(tiles)}" + (f" ({'; '.join(bad)})" if bad else ""))
         for tile in tiles:
             lease = leases.get(tile["lease"])
             state = (f"{'hung' if lease['hung'] else 'held'}, pid {lease['pid']}, user {lease['user']}" if lease

@@ -63,9 +63,9 @@ def read_artifact(path: str | Path, *, trust: bool = False) -> Artifact:
             check_owner(f, path, trust)
             members = _members(f, path)
     except FileNotFoundError:
-        raise UserError("artifact-missing", f"{path}: there is no such file", fix="compile it: tilework compile") from None
+        raise UserError("artifact-missing", f"{path}: there is no such file", fix="compile it first, or correct it") from None
     except IsADirectoryError:
-        raise UserError("artifact-missing", f"{path} is a folder, not an artifact") from None
+        raise UserError("artifact-missing", f"{path} is a folder, not an artifact", fix="give the .pef file in it") from None
     except PermissionError:
         raise UserError("artifact-missing", f"{path}: you may not read this file") from None
     digest = _check_digests(members, path)

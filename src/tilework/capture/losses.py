@@ -24,13 +24,17 @@ def from_losses(joint: Graph, losses: Sequence[str]) -> Graph | None:
     absent = {g for g in given if g.removeprefix("outgrad/") not in losses}
     values = dict(joint.writes)
     seeds: dict[str, Node] = {}
+    rename: dict[str, str] = {}
     for loss in losses:
         source, seed = values[f"output/{loss}"], f"outgrad.{loss}"
         if f"outgrad/{loss}" not in given:
             return None
+        if source in seeds:  # one value, returned twice
+            rename[f"outgrad/{loss}"] = seeds[source].name
+            continue
+        rename[f"outgrad/{loss}"] = seed
         seeds[source] = Node(seed, "aten.ones_like.default", (Ref(source),), {"pin_memory": False},
                              (joint.types[f"outgrad/{loss}"],))  # fmt: skip
-    rename = {f"outgrad/{loss}": f"outgrad.{loss}" for loss in losses}
     tainted = set(given)  # what depends on any gradient
     kinds = {**joint.types, **{n.name: n.types[0] for n in joint.nodes}}
     nodes = [seeds[r] for r in joint.reads if r in seeds]

@@ -103,6 +103,14 @@ def compile_step(
     return Compiled(path, beside, digest, planned, built.notes, seconds)
 
 
+def plan_step(step: Step, options: Options | None = None, *, report: Report = lambda _: None) -> Plan:
+    """What compile_step would build: programs, memory and cost. Nothing is built."""
+    options = options or Options()
+    sections = options.programs != "fused" or "fuse" in options.disable
+    with _rare_garbage_collection():
+        return plan(capture(step, keep_momentum=options.keep_momentum, sections=sections, report=report), options)
+
+
 @contextmanager
 def _rare_garbage_collection() -> Iterator[None]:
     """Tracing and code generation make millions of objects that live to the end; looking through them for cycles as often

@@ -110,6 +110,14 @@ def _unsupported(graph: Graph, error: Exception) -> Exception:
                 f"the cpu device has no code for operator {node.op}",
                 places=[Place(node.where, node.source, text.splitlines()[0], "write it with other PyTorch operators")],
             )
+    complex_values = [n for n in graph.nodes if n.where and any(t is not None and "complex" in t.dtype for t in n.types)]
+    if complex_values:
+        return UserError(
+            "compile-operator",
+            "the cpu device has no code for complex numbers",
+            places=[Place(n.where, n.source, f"{n.op} makes them", "write it with real numbers") for n in complex_values[:3]],
+            fix="use other operators, or compile for the device `reference` (--device, TILEWORK_DEVICE)",
+        )
     return BugError(
         "compile-inductor",
         f"program {graph.name} could not be turned into C++: {type(error).__name__}: {text.splitlines()[0] if text else ''}",
@@ -247,5 +255,5 @@ def _needs_dispatcher(body: str, graph: Graph) -> Exception:
         "compile-operator",
         f"the cpu device has no native code for: {', '.join(names)}",
         places=[Place(n.where, n.source, f"{n.op} has no native entry point", "use other PyTorch operators") for n in nodes],
-        fix="use other operators, or compile with --device reference",
+        fix="use other operators, or compile for the device `reference` (--device, TILEWORK_DEVICE)",
     )

@@ -114,9 +114,13 @@ class Session:
             if buffer is not None:
                 buffer.fill_(1.0 if output.name in self.manifest.losses else 0.0)
 
-    def seed(self, seed: int) -> None:
-        """Start the random numbers of dropout and its kin again, from this seed."""
-        self._device.seed(seed)
+    def seed(self, seed: int, counter: int = 0) -> None:
+        """Start the random numbers of dropout and its kin again, from this seed; seed(*random_state()) goes on from there."""
+        self._device.seed(seed, counter)
+
+    def random_state(self) -> tuple[int, int]:
+        """(seed, micro-batches drawn since)."""
+        return self._device.random_state()
 
     # ---- hyperparameters ----
 

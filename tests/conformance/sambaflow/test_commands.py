@@ -53,9 +53,12 @@ def test_run(logreg: Path, tmp_path: Path) -> None:
 def test_test_and_its_failure(logreg: Path, tmp_path: Path) -> None:
     app = STARTERS / "logreg" / "logreg.py"
     assert "host and device agree" in run(logreg, str(app), "test", "--pef=pef/logreg/logreg.pef")
-    planted = app.read_text().replace("parents[1]", "parents[0]").replace(
-        "out = self.lin_layer(image)", "out = self.lin_layer(image) * 1.01"
-    )  # fmt: skip
+    difference = (  # the host's weights, changed behind the app's back
+        "from sambaflow.samba.sambasession import SambaSession\n_trace = SambaSession.trace\n"
+        "def _planted(self, model, *a, **k):\n    done = _trace(self, model, *a, **k)\n"
+        "    model.lin_layer.bias.data += 0.01\n    return done\nSambaSession.trace = _planted\n"
+    )
+    planted = app.read_text().replace("parents[1]", "parents[0]").replace("if __name__ ==", difference + "if __name__ ==")
     (tmp_path / "logreg.py").write_text(planted.replace("str(Path(__file__).resolve().parents[0])", repr(str(STARTERS))))
     assert "AssertionError" in run(logreg, str(tmp_path / "logreg.py"), "test", "--pef=pef/logreg/logreg.pef", code=1)
 
@@ -89,7 +92,7 @@ def test_mistakes(logreg: Path, words: list[str], expected: str) -> None:
     said = run(logreg, str(STARTERS / "logreg" / "logreg.py"), *words, code=2)
     assert re.search(expected, said) and "Traceback" not in said
     if "nonsense" not in str(words) and words[0] != "frobnicate":
-        assert "Traceback" in run(logreg, str(STARTERS / "logreg" / "logreg.py"), *words, "--debug", code=1)
+        assert "Traceback" in run(logreg, str(STARTERS / "logreg" / "logreg.py"), *words, "--debug", code=2)
 
 
 def test_what_the_pef_remembers(logreg: Path) -> None:

@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import tilework
+
 from ... import logging
-from .. import distributed
+from .. import distributed, failures
 from ..sambasession import session
-from . import failures
 
 COMMANDS = {
     "compile": "compile the model and write the PEF",
@@ -27,7 +28,7 @@ IGNORED_SWITCHES = ("--mac-v1", "--mac-v2", "--enable-conv-tiling", "--plot", "-
                     "-o3", "--o0", "--o1", "--o3", "--enable-stoc-rounding", "--verbose-report")  # fmt: skip
 IGNORED_VALUES = ("--mac-human-decision", "--compiler-configs-file", "--compiler-configs", "--target-runtime-version",
                   "--target-sambaflow-version", "--optimization-rules", "--compiler-mode", "--resource-report-path",
-                  "--distlearn-config", "--data-parallel-mode", "--json-counters", "--compiled-stats-json")  # fmt: skip
+                  "--distlearn-config", "--data-parallel-mode", "--json-counters")  # fmt: skip
 IGNORED_LISTS = ("--resources-scaling-factors", "--o1-experimental-opts")
 Add = Callable[[argparse.ArgumentParser], Any]
 
@@ -71,9 +72,11 @@ def parse_app_args(
     for command, what in COMMANDS.items():
         sub = commands.add_parser(command, help=what, description=what)
         _vendor_flags(sub, command, dev_mode)
+        vendors = list(sub._actions)
         for add in (common_parser_fn, own[command]):
             if add is not None:
                 add(sub)
+        _prefer_the_apps(sub, vendors)
     args = parser.parse_args(words)
     failures.debug = bool(getattr(args, "debug", False))
     logging.set_level(getattr(args, "log_level", None))
@@ -83,8 +86,19 @@ def parse_app_args(
     return args
 
 
+def _prefer_the_apps(parser: argparse.ArgumentParser, vendors: Sequence[argparse.Action]) -> None:
+    """An app that defines only one spelling of a flag again (--batch-size, but not -b) means both: its default, type and
+    whether it is required hold for what is left of ours."""
+    own = {a.dest: a for a in parser._actions if a not in vendors and a.option_strings}
+    for left in [a for a in parser._actions if a in vendors and a.dest in own]:
+        app = own[left.dest]
+        left.default, left.type, left.choices, left.required = app.default, app.type, app.choices, False
+        if app.required:
+            app.required = not left.option_strings
+
+
 def _vendor_flags(p: argparse.ArgumentParser, command: str, dev_mode: bool) -> None:
-    compiling, measuring = command == "compile", command.startswith("measure")
+    compiling = command == "compile"
     p.add_argument("-b", "--batch-size", type=int, default=1, help="batch size; shapes are fixed when compiling (default: 1)")
     p.add_argument("-mb", "--microbatch-size", type=int, default=None, help="micro-batches of this size, one update a batch")
     p.add_argument("-p", "--pef", default=None, required=not compiling, help="the PEF file")
@@ -100,7 +114,7 @@ def _vendor_flags(p: argparse.ArgumentParser, command: str, dev_mode: bool) -> N
     p.add_argument("--n-chips", type=int, default=1, help="kept in the PEF")
     p.add_argument("--num-tiles", type=int, default=None, help="kept in the PEF")
     p.add_argument("--arch", default=None, help="kept in the PEF")
-    p.add_argument("--graphamp-preset", default=None, help="mp0 (float32, the default); any other preset computes in bfloat16")
+    p.add_argument("--graphamp-preset", default=None, help="mp0 or default: float32; any other preset computes in bfloat16")
     p.add_argument("--enable-mixed-precision-ops", nargs="*", default=None, help="computes in bfloat16")
     p.add_argument("--log-level", default=None, help="debug, info, warning, error")
     p.add_argument("--debug", action="store_true", help="show tracebacks")
@@ -110,6 +124,7 @@ def _vendor_flags(p: argparse.ArgumentParser, command: str, dev_mode: bool) -> N
     p.add_argument("--run-graph-only", action="store_true", help="measure without handing over inputs anew")
     p.add_argument("--num-sections", type=int, default=None, help="how many sections to measure")
     p.add_argument("--json", default=None, help="write the measurements to this file")
+    p.add_argument("--compiled-stats-json", default=None, help="write what was compiled to this file")
     p.add_argument("--bench-report-json", default=None, help="newer name of --json")
     p.add_argument("--visualize", action="store_true", help=argparse.SUPPRESS)
     p.add_argument("--acc-report-json", default=None, help="write the accuracy to this file")
@@ -118,13 +133,13 @@ def _vendor_flags(p: argparse.ArgumentParser, command: str, dev_mode: bool) -> N
     p.add_argument("--dump-accuracy-debug-info", action="store_true", help=argparse.SUPPRESS)
     p.add_argument("--listen-for-input", action="store_true", help=argparse.SUPPRESS)
     p.add_argument("--mock-inference", action="store_true", help=argparse.SUPPRESS)
-    shown = None if dev_mode or measuring else argparse.SUPPRESS
+    shown = None if dev_mode or "--debug" in sys.argv else argparse.SUPPRESS
     for flag in IGNORED_SWITCHES:
         p.add_argument(flag, nargs=0, action=_Ignored, default=False, help=shown or "ignored")
     for flag in IGNORED_VALUES:
-        p.add_argument(flag, action=_Ignored, default=None, help=argparse.SUPPRESS)
+        p.add_argument(flag, nargs="?", action=_Ignored, default=None, help=argparse.SUPPRESS)
     for flag in IGNORED_LISTS:
-        p.add_argument(flag, nargs="+", action=_Ignored, default=None, help=argparse.SUPPRESS)
+        p.add_argument(flag, nargs="*", action=_Ignored, default=None, help=argparse.SUPPRESS)
 
 
 def flags_of(command: str) -> list[tuple[str, Any, str]]:
@@ -149,7 +164,14 @@ def parse_yaml_to_args(yaml_path: str | Path, args: argparse.Namespace | None = 
     import yaml
 
     args = args if args is not None else argparse.Namespace()
-    content = yaml.safe_load(Path(yaml_path).read_text()) or {}
+    try:
+        content = yaml.safe_load(Path(yaml_path).read_text()) or {}
+        found = type(content).__name__
+    except (OSError, yaml.YAMLError) as e:
+        content, found = None, str(e)
+    if not isinstance(content, dict):
+        raise tilework.UserError("sambaflow-yaml", f"{yaml_path}: no arguments can be read from it", found=found,
+                                 expected="a YAML file with one key for each argument")  # fmt: skip
     for key, value in content.items():
         setattr(args, str(key).replace("-", "_"), value)
     return args

@@ -41,5 +41,6 @@ def common_app_driver(
     return measure_performance(
         model, inputs, args.batch_size, getattr(args, "n_chips", 1), args.inference, run_graph_only=args.run_graph_only,
         n_iterations=args.num_iterations, json=report, min_duration=args.min_duration,
+        compiled_stats_json=getattr(args, "compiled_stats_json", None),
         data_parallel=args.data_parallel, reduce_on_rdu=args.reduce_on_rdu,
     )  # fmt: skip

@@ -84,6 +84,11 @@ def measure_performance(
     print(f"e2e_latency: {latency:.9f} seconds, throughput: {throughput:.3f} samples/s, measured over {count} iterations.")
     print(f"NOTE: This is the combined throughput for {workers} workers")
     print(f"total duration: {time.perf_counter() - begin:.6f} s", flush=True)
+    if compiled_stats_json:
+        programs = {k: {"sections": p.sections, "operators": len(runner.core.artifact.graphs[k].nodes)}
+                    for k, p in runner.manifest.programs.items()}  # fmt: skip
+        stats = {"programs": programs, "buffers_bytes": sum(b.type().num_bytes for b in runner.manifest.buffers.values())}
+        Path(compiled_stats_json).write_text(json_module.dumps(stats, indent=1) + "\n")
     if json:
         report = {"e2e_latency": latency, "throughput": throughput, "samples_per_second": throughput, "num_iterations": count,
                   "batch_size": batch_size, "steps_per_run": steps, "world_size": workers, "n_chips": n_chips,

@@ -13,7 +13,7 @@ _EXIT_CODES = ((tilework.UserError, 2), (tilework.MachineError, 3), (tilework.Bu
 
 
 def install() -> None:
-    """Called when an app parses its arguments: from then on the app is a command."""
+    """Called when an app parses its arguments, compiles or traces: from then on it is a command."""
     if sys.excepthook is not _hook:
         global _before
         _before = sys.excepthook
@@ -25,10 +25,15 @@ _before: Any = sys.excepthook
 
 def _hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
     code = next((c for k, c in _EXIT_CODES if isinstance(error, k)), None)
-    if code is None or debug:
+    if code is None or hasattr(sys, "ps1") or sys.flags.interactive:
         _before(kind, error, traceback)
         return
-    print(error, file=sys.stderr)
+    if debug:
+        _before(kind, error, traceback)
+    else:
+        # torch.distributed wraps this hook and shows sys.stderr only after it has returned, which it does not.
+        print(error, file=sys.__stderr__)
+        sys.__stderr__.flush()  # type: ignore[union-attr]
     sys.stderr.flush()
     sys.stdout.flush()
     import os
