@@ -8,7 +8,8 @@ from pathlib import Path
 
 PLACE = "opt/sambaflow"  # below the root
 MARK = ".tilework-site"  # in the folder that we made: only such a folder is ever removed or replaced
-TOOLS = ("tilework", "python")
+TOOLS = ("tilework", "python", "sntilestat", "snconfig", "snd")
+SERVICE_NAMES = ("snd.service",)  # what `systemctl status` is asked for on such a site
 
 _ACTIVATE = """# Tilework: sourced by a site's scripts. The Python environment that Tilework is installed in, and its tools.
 _TILEWORK_OLD_PATH="$PATH"

@@ -16,18 +16,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from ..capture.source import is_user_file
 from ..errors import Place, TileworkError, UserError, did_you_mean
 from ..step import Step, as_step
-
-out = Console(highlight=False, soft_wrap=True)
-err = Console(stderr=True, highlight=False, soft_wrap=True)
-
-
-def print_json(value: Any) -> None:
-    print(json.dumps(value, indent=1, default=str))
+from .output import err as err
+from .output import out as out
+from .output import print_json as print_json
 
 
 @contextmanager

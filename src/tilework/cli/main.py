@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import signal
 import sys
@@ -41,10 +42,13 @@ def _root(
     pass
 
 
-def _register() -> None:
-    from . import cache, compile, doctor, inspect, measure, run, site, test
+VERBS = ("compile", "run", "test", "measure", "inspect", "cache", "doctor", "tiles", "top", "daemon", "site")
 
-    for module in (compile, run, test, measure, inspect, cache, doctor, site):
+
+def _register(argv: list[str]) -> None:
+    """The verb that is asked for, alone: most of them import torch, and `tilework tiles` must not wait for that."""
+    for verb in [argv[0]] if argv[0] in VERBS else VERBS:
+        module = importlib.import_module(f".{verb}", __package__)
         app.command(module.NAME, help=module.HELP, epilog=module.EXAMPLE)(module.command)
 
 
@@ -81,7 +85,7 @@ def _count_interrupts() -> list[int]:
 
 def _run(argv: list[str], interrupts: list[int]) -> int:
     try:
-        _register()
+        _register(argv)
         code = app(args=argv, prog_name="tilework", standalone_mode=False)
         return code if isinstance(code, int) else 0
     except TileworkError as e:

@@ -1,0 +1,124 @@
+"""tilework daemon: the service that leases this machine's tiles. It starts by itself; an administrator may install it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..errors import MachineError, UserError
+from ..tiles import client, messages
+from ..tiles.places import INSTALLED, run_folder
+from .output import duration, out, print_json
+
+NAME = "daemon"
+HELP = "The service that leases tiles: run, status, stop, log, install, remove."
+EXAMPLE = "Example: tilework daemon status"
+ACTIONS = ("run", "status", "stop", "log", "install", "remove")
+UNIT = "etc/systemd/system/tilework.service"
+_UNIT = """[Unit]
+Description=Tilework: leases of this machine's tiles
+After=local-fs.target
+
+[Service]
+ExecStart={python} -m tilework.tiles.daemon
+Restart=always
+RestartSec=1
+RuntimeDirectory=tilework
+RuntimeDirectoryMode=0755
+# Leases outlive a restart of the daemon: so must the directory that says who holds them.
+RuntimeDirectoryPreserve=yes
+StateDirectory=tilework
+LogsDirectory=tilework
+# It reads /proc and sends one harmless signal; sessions are never its children.
+KillMode=process
+NoNewPrivileges=yes
+ProtectSystem=strict
+ProtectHome=read-only
+PrivateTmp=yes
+
+[Install]
+WantedBy=multi-user.target
+{aliases}"""
+
+
+def command(
+    action: Annotated[str, typer.Argument(help=", ".join(ACTIONS) + ".")] = "status",
+    platform: Annotated[str | None, typer.Option(help="run: host, a named platform, or the site's own.")] = None,
+    listen: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="run: read-only HTTP, /metrics and /tiles.")] = None,
+    token_file: Annotated[str | None, typer.Option(help="run: the token that HTTP clients must send.")] = None,
+    root: Annotated[Path, typer.Option(help="install, remove: below which folder.")] = Path("/"),
+    metrics: Annotated[bool, typer.Option(help="status: print the metrics as Prometheus reads them.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    if action not in ACTIONS:
+        raise UserError("tiles-action", f"no action {action!r}", expected=", ".join(ACTIONS))
+    if action == "run":
+        from ..tiles.daemon import main
+
+        words = [f"--{k}={v}" for k, v in (("platform", platform), ("listen", listen), ("token-file", token_file)) if v]
+        raise typer.Exit(main(words))
+    if action == "status":
+        _status(metrics, json)
+    elif action == "stop":
+        with client.talking(start=False) as ask:
+            ask(messages.Stop())
+        out.print("stopped; leases live on, and the next session starts a daemon again")
+    elif action == "log":
+        out.print(log_path().read_text() if log_path().exists() else f"{log_path()}: nothing yet", markup=False)
+    else:
+        _install(root, action == "install")
+
+
+def log_path() -> Path:
+    folder = run_folder()
+    if folder == INSTALLED:
+        return Path("/var/log/tilework/daemon.log")
+    logs = sorted(folder.glob("daemon-*.log"), key=lambda p: p.stat().st_mtime)
+    return logs[-1] if logs else folder / f"daemon-{os.getuid()}.log"
+
+
+def _status(metrics: bool, json: bool) -> None:
+    with client.talking(start=False) as ask:
+        if metrics:
+            print(ask(messages.Metrics())["text"], end="")
+            return
+        seen = ask(messages.View())
+    about: dict[str, Any] = {**seen["daemon"], "platform": seen["platform"], "tiles": len(seen["tiles"]),
+                             "leases": len(seen["leases"]), "waiting": len(seen["queue"]), "log": str(log_path())}  # fmt: skip
+    if json:
+        print_json(about)
+        return
+    age = duration(time.time() - about["started"])
+    out.print(f"pid {about['pid']}, user {about['user']}, version {about['version']}, for {age}\n"
+              f"platform {about['platform']}: {about['tiles']} tiles, {about['leases']} leases, {about['waiting']} waiting\n"
+              f"folder {about['folder']}, log {about['log']}", markup=False)  # fmt: skip
+    if about["trouble"]:
+        out.print(f"its history cannot be written: {about['trouble']}", markup=False)
+
+
+def _install(root: Path, install: bool) -> None:
+    """The unit for systemd, with the names that frontends' users know the service by."""
+    unit = root / UNIT
+    aliases = [name for point in entry_points(group="tilework.site") for name in getattr(point.load(), "SERVICE_NAMES", ())]
+    try:
+        if install:
+            unit.parent.mkdir(parents=True, exist_ok=True)
+            lines = f"Alias={' '.join(aliases)}\n" if aliases else ""
+            unit.write_text(_UNIT.format(python=sys.executable, aliases=lines))
+        else:
+            unit.unlink(missing_ok=True)
+    except OSError as e:
+        raise MachineError(
+            "site-write", f"{unit} could not be changed", found=str(e), fix="run this as root, or choose --root"
+        ) from e
+    out.print(f"{'written' if install else 'removed'}: {unit}", markup=False)
+    if root == Path("/") and shutil.which("systemctl"):
+        then = "systemctl daemon-reload && systemctl enable --now tilework" if install else "systemctl daemon-reload"
+        out.print(f"now: {then}", markup=False)

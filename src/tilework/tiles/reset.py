@@ -1,0 +1,51 @@
+"""Ending a session from outside. The kernel decides who may: the signal is sent by the caller, not by the daemon."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import UserError
+from . import locks
+
+GRACE_SECONDS = 5.0
+
+
+def reset(seen: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
+    """Ends the processes that hold the tiles at a path: politely, then for good."""
+    held = {t["lease"] for t in seen["tiles"] if t["path"] == path or t["path"].startswith(path.rstrip("/") + "/")}
+    if not held:
+        raise UserError("tiles-path", f"no tile {path!r} on this node", fix="tilework tiles lists them")
+    ended = []
+    for lease in seen["leases"]:
+        if lease["id"] in held:
+            ended.append({"pid": lease["pid"], "user": lease["user"], "command": lease["command"], "signal": _end(lease)})
+    if not ended:
+        raise UserError("tiles-path", f"nobody holds {path}", fix="tilework tiles shows who holds what")
+    return ended
+
+
+def _end(lease: Mapping[str, Any]) -> int | None:
+    """The signal that did it; None where the process was gone already."""
+    try:
+        fd = os.pidfd_open(lease["pid"])
+    except OSError:
+        return None
+    try:
+        if locks.start_time(lease["pid"]) != lease["start"]:  # the pid is another process's by now
+            return None
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            signal.pidfd_send_signal(fd, number)
+            if select.select([fd], [], [], GRACE_SECONDS)[0]:
+                return int(number)
+        return int(signal.SIGKILL)
+    except ProcessLookupError:
+        return None
+    except PermissionError:
+        raise UserError("tiles-permission", "a session can be reset by its owner or root",
+                        found=f"pid {lease['pid']} belongs to {lease['user']}", fix="ask one of them") from None  # fmt: skip
+    finally:
+        os.close(fd)
