@@ -79,7 +79,7 @@ VARIABLES: list[tuple[str, str, str]] = [
     ("OMP_NUM_THREADS", HERE, "threads of the CPU device"),
     ("SAMBA_SEED", HERE, "overrides set_seed"),
     ("SF_RNT_LOG_LEVEL", HERE, "CRIT, ERR, WARN, INFO, DEBUG; --log-level overrides it"),
-    ("SF_RNT_TILE_AFFINITY", IGNORED, ""),
+    ("SF_RNT_TILE_AFFINITY", HERE, "which tiles to lease: docs/tiles.md"),
     ("SN_NUM_THREADS, SF_RNT_NUMA_BIND, SF_RNT_FSM_POLL_BUSY_WAIT, SF_RNT_DMA_POLL_BUSY_WAIT", IGNORED, ""),
     ("SAMBA_CCL_NUM_WORKERS, CCL_TIMEOUT, CONVFUNC_DEBUG_RUN, DISALLOW_VISUALIZE, TARGET_SAMBAFLOW_VERSION", IGNORED, ""),
 ]

@@ -76,7 +76,12 @@ class Log:
 def _progress(done: int, total: int, loss: float) -> None:
     if sys.stderr.isatty():
         bar = "#" * (30 * done // total)
-        print(f"\r{bar:<30} {done}/{total}  loss {loss:.4f}", end="\n" if done == total else "", file=sys.stderr, flush=True)
+        print(f"\r\033[K{bar:<30} {done}/{total}  loss {loss:.4f}", end="", file=sys.stderr, flush=True)
+
+
+def _clear_progress() -> None:
+    if sys.stderr.isatty():
+        print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
 def train(args: argparse.Namespace, model: nn.Module, images: Tensor, labels: Tensor, log: Log) -> None:
@@ -110,6 +115,7 @@ def train(args: argparse.Namespace, model: nn.Module, images: Tensor, labels: Te
             _progress(done, total, mean)
             if done * PRINTS_IN_AN_EPOCH // total > printed or done == total:
                 printed = done * PRINTS_IN_AN_EPOCH // total
+                _clear_progress()
                 print(f"Epoch [{epoch + 1}/{args.num_epochs}], Step [{done}/{total}], Loss: {mean:.4f}", flush=True)
     if args.measure_train_performance:
         took = time.perf_counter() - begin

@@ -27,8 +27,16 @@ Gradients = Sequence[Tensor | None] | None
 class Runner:
     """A loaded PEF beside the app's model and optimizers."""
 
-    def __init__(self, path: Path | str, model: nn.Module, optimizers: Sequence[Any], step: Any, num_spatial: int) -> None:
-        self.core = tilework.load(path)
+    def __init__(
+        self,
+        path: Path | str,
+        model: nn.Module,
+        optimizers: Sequence[Any],
+        step: Any,
+        num_spatial: int,
+        tiles: str | None = None,
+    ) -> None:
+        self.core = tilework.load(path, tiles=tiles)
         self.path, self.model, self.optimizers, self.step = path, model, list(optimizers), step
         self.num_spatial = num_spatial  # steps in one run with --mapping spatial
         self.manifest = m = self.core.manifest

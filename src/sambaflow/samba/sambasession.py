@@ -19,6 +19,7 @@ from tilework.errors import did_you_mean
 
 from ..logging import samba_logger
 from . import distributed, failures
+from .affinity import tiles_asked
 from .compiling import compile_to, make_step, pef_path
 from .devicetensors import DeviceTensors
 from .logfiles import log_files
@@ -109,7 +110,7 @@ class SambaSession(DeviceTensors):
         before = self._runners.pop(id(model), None)
         if before is not None:
             before.close()
-        runner = Runner(path, model, several, step, spatial)
+        runner = Runner(path, model, several, step, spatial, tiles_asked(args, path))
         check(runner, model, inputs, several, loss_indices)
         if several and runner.inference and not getattr(args, "inference", False):
             samba_logger.warning(f"{path} was compiled with --inference: runs are forward only, the optimizer does nothing")

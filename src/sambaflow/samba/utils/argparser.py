@@ -112,7 +112,7 @@ def _vendor_flags(p: argparse.ArgumentParser, command: str, dev_mode: bool) -> N
     p.add_argument("--reduce-on-rdu", action="store_true", help="where gradients are averaged; the numbers are the same")
     p.add_argument("--local-rank", type=int, default=-1, help=argparse.SUPPRESS)
     p.add_argument("--n-chips", type=int, default=1, help="kept in the PEF")
-    p.add_argument("--num-tiles", type=int, default=None, help="kept in the PEF")
+    p.add_argument("--num-tiles", type=int, default=None, help="tiles that a run leases; kept in the PEF")
     p.add_argument("--arch", default=None, help="kept in the PEF")
     p.add_argument("--graphamp-preset", default=None, help="mp0 or default: float32; any other preset computes in bfloat16")
     p.add_argument("--enable-mixed-precision-ops", nargs="*", default=None, help="computes in bfloat16")

@@ -1,0 +1,86 @@
+"""Each test has a folder of its own for leases, and a daemon of its own that ends with it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tilework.tiles import client
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    folder = tmp_path / "run"
+    monkeypatch.setenv("TILEWORK_RUN", str(folder))
+    monkeypatch.setenv("TILEWORK_LEASE", "1")
+    for name in ("TILEWORK_PLATFORM", "TILEWORK_SITE", "TILEWORK_TILES", "TILEWORK_WAIT", "SF_RNT_TILE_AFFINITY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("tilework.tiles.site.PLACES", ())
+    yield folder
+    kill_daemon(folder)
+
+
+def daemon_pid(folder: Path) -> int | None:
+    """The daemon's pid, by its socket's name."""
+    with contextlib.suppress(OSError, IndexError, ValueError):
+        return int((folder / "daemon.lock").read_text().split("-")[1])
+    return None
+
+
+def kill_daemon(folder: Path, how: int = signal.SIGKILL) -> None:
+    pid = daemon_pid(folder)
+    if pid is None:
+        return
+    with contextlib.suppress(OSError):
+        fd = os.pidfd_open(pid)
+        signal.pidfd_send_signal(fd, how)
+        import select
+
+        select.select([fd], [], [], 10)
+        os.close(fd)
+
+
+@pytest.fixture
+def holder(run_folder: Path) -> Iterator[Callable[..., subprocess.Popen]]:
+    """holder("4"): another process that leases those tiles, says so, and holds them until it is told to end."""
+    started = []
+
+    def start(tiles: str, **env: str) -> subprocess.Popen:
+        code = (
+            "import sys, os\n"
+            "from tilework.tiles import holding\n"
+            "lease = holding.hold(sys.argv[1])\n"
+            "print(*lease.tiles, flush=True)\n"
+            "sys.stdin.readline()\n"
+            "lease.release()\n"
+        )
+        process = subprocess.Popen([sys.executable, "-c", code, tiles], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                                   env={**os.environ, **env})  # fmt: skip
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def leases_when(condition: Callable[[list], bool], seconds: float = 5.0) -> list:
+    """The leases, once they are as expected; the test fails where that takes too long."""
+    until = time.monotonic() + seconds
+    while True:
+        leases = client.view()["leases"]
+        if condition(leases):
+            return leases
+        assert time.monotonic() < until, leases
+        time.sleep(0.02)
