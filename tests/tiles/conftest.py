@@ -50,6 +50,28 @@ def kill_daemon(folder: Path, how: int = signal.SIGKILL) -> None:
         os.close(fd)
 
 
+def open_for_all(folder: Path) -> None:
+    """Other users may pass through the test's folders."""
+    for place in [folder, *folder.parents][:4]:
+        with contextlib.suppress(OSError):
+            place.chmod(place.stat().st_mode | 0o055)
+
+
+def python_for_all() -> tuple[str, dict[str, str]]:
+    """A Python of our version that other users may run, and the environment in which it finds this Tilework."""
+    import msgspec
+
+    packages = os.pathsep.join([str(ROOT / "src"), str(Path(msgspec.__file__).parents[1])])
+    env = {**os.environ, "PYTHONPATH": packages, "HOME": "/nonexistent"}
+    for python in (sys.executable, "/usr/bin/python3"):
+        probe = [python, "-c", "import sys, msgspec, tilework.tiles.client; print(sys.version_info[:2])"]
+        with contextlib.suppress(OSError):
+            done = subprocess.run(probe, capture_output=True, text=True, user=65534, group=65534, extra_groups=[], env=env)
+            if done.stdout.strip() == str(sys.version_info[:2]):
+                return python, env
+    pytest.skip("no Python here that another user may run")
+
+
 @pytest.fixture
 def holder(run_folder: Path) -> Iterator[Callable[..., subprocess.Popen]]:
     """holder("4"): another process that leases those tiles, says so, and holds them until it is told to end."""

@@ -2,7 +2,7 @@
 
 4                 four tiles
 chips:2           two whole chips
-0-3,8             those tiles
+0-3,8             those tiles; `tiles:8` for a single one
 /X_0/R_1          the tiles at a path, as `tilework tiles` writes them
 all               every tile
 """
@@ -10,8 +10,10 @@ all               every tile
 from __future__ import annotations
 
 import re
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from ..errors import UserError
 from .machine import numbers
@@ -21,9 +23,9 @@ from .topology import Node
 class Ask(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """Exactly one of the first three; none: one chip, which is what an artifact runs on unless somebody says otherwise."""
 
-    count: int | None = None
-    chips: int | None = None
-    tiles: tuple[int, ...] | None = None
+    count: Annotated[int, Meta(ge=1, le=2**20)] | None = None
+    chips: Annotated[int, Meta(ge=1, le=2**20)] | None = None
+    tiles: Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(min_length=1, max_length=4096)] | None = None
     gpu: bool = False
 
     def __str__(self) -> str:
@@ -47,11 +49,12 @@ def parse(text: str, node: Node) -> Ask:
             return Ask(chips=_positive(text.removeprefix("chips:")))
         if text.isdigit():
             return Ask(count=_positive(text))
+        text = text.removeprefix("tiles:")
         if re.fullmatch(r"[0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*", text):
             return Ask(tiles=tuple(sorted(set(numbers(text)))))
     except ValueError:
         pass
-    raise UserError("tiles-ask", f"{text!r} does not say which tiles", expected="4, chips:2, 0-3,8, a path, or all",
+    raise UserError("tiles-ask", f"{text!r} does not say which tiles", expected="4, chips:2, 0-3,8, tiles:8, a path, or all",
                     fix="correct TILEWORK_TILES or tiles=")  # fmt: skip
 
 
