@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,8 +20,17 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    folder = tmp_path / "run"
+def open_folder() -> Iterator[Path]:
+    """A folder that other users may pass through; pytest's own belong to the tester alone."""
+    with tempfile.TemporaryDirectory(prefix="tilework-test-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        yield folder
+
+
+@pytest.fixture
+def run_folder(open_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    folder = open_folder / "run"
     monkeypatch.setenv("TILEWORK_RUN", str(folder))
     monkeypatch.setenv("TILEWORK_LEASE", "1")
     for name in ("TILEWORK_PLATFORM", "TILEWORK_SITE", "TILEWORK_TILES", "TILEWORK_WAIT", "SF_RNT_TILE_AFFINITY"):
@@ -48,13 +58,6 @@ def kill_daemon(folder: Path, how: int = signal.SIGKILL) -> None:
 
         select.select([fd], [], [], 10)
         os.close(fd)
-
-
-def open_for_all(folder: Path) -> None:
-    """Other users may pass through the test's folders."""
-    for place in [folder, *folder.parents][:4]:
-        with contextlib.suppress(OSError):
-            place.chmod(place.stat().st_mode | 0o055)
 
 
 def python_for_all() -> tuple[str, dict[str, str]]:

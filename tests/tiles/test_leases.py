@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import daemon_pid, kill_daemon, leases_when, open_for_all, python_for_all
+from conftest import daemon_pid, kill_daemon, leases_when, python_for_all
 from tilework.errors import MachineError, UserError
 from tilework.tiles import client, holding, messages
 from tilework.tiles.asks import Ask
@@ -193,8 +193,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="another user can be h
 
 
 @needs_root
-def test_another_user_cannot_touch_a_lease(run_folder: Path, tmp_path: Path) -> None:
-    open_for_all(tmp_path)
+def test_another_user_cannot_touch_a_lease(run_folder: Path) -> None:
     lease = client.lease(Ask(tiles=(0,)))
     code = """
 import sys
@@ -222,9 +221,8 @@ refused(lambda: reset(client.view(), client.view()["tiles"][0]["path"]))
 
 
 @needs_root
-def test_a_daemon_of_another_user_takes_over(run_folder: Path, tmp_path: Path, holder) -> None:
+def test_a_daemon_of_another_user_takes_over(run_folder: Path, holder) -> None:
     """Root's daemon is killed; the next one is started by another user, and knows root's lease."""
-    open_for_all(tmp_path)
     process = holder("tiles:0")
     tiles_of(process)
     kill_daemon(run_folder)
@@ -256,7 +254,8 @@ def raw(folder: Path) -> socket.socket:
     "packet",
     [b"", b"\xff" * 100, b"{", b"[]", b'{"type":"lease"}', b'{"type":"nonsense"}', b'{"type":"view","window":"x"}',
      b'{"type":"lease","ask":{"count":"many"}}', b'{"type":"taken","more":1}', b"[" * 5000,
-     b'{"type":"lease","ask":{"count":-1}}', b'{"type":"lease","ask":{"tiles":[]}}', b'{"type":"drain","path":7}', b'{"type":"view","window":1e400}'],
+     b'{"type":"lease","ask":{"count":-1}}', b'{"type":"lease","ask":{"tiles":[]}}', b'{"type":"drain","path":7}',
+     b'{"type":"view","window":1e400}'],
 )  # fmt: skip
 def test_malformed_packets(run_folder: Path, packet: bytes) -> None:
     connection = raw(run_folder)

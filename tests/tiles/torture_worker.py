@@ -1,0 +1,52 @@
+"""One client of the torture test: leases, checks from outside the daemon that nobody else has those tiles, releases, again.
+
+Arguments: folder for the check, seed, how many operations. It may be killed at any moment."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import random
+import sys
+import time
+
+from tilework.errors import MachineError, UserError
+from tilework.tiles import client
+from tilework.tiles.asks import Ask
+
+
+def main() -> None:
+    folder, seed, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    random.seed(seed)
+    log = os.open(f"{folder}/log", os.O_WRONLY | os.O_APPEND)
+    for _ in range(count):
+        ask = random.choice([Ask(count=random.randint(1, 6)), Ask(count=1), Ask(chips=random.randint(1, 2)),
+                             Ask(tiles=tuple(sorted(random.sample(range(32), 3)))), Ask(count=24)])  # fmt: skip
+        begin = time.monotonic()
+        try:
+            lease = client.lease(ask, wait=60, platform="SN10-8")
+        except UserError as e:
+            os.write(log, f"starved {os.getpid()} {e.id} {ask}\n".encode())
+            continue
+        except MachineError as e:
+            os.write(log, f"trouble {os.getpid()} {e.id} {e.found}\n".encode())
+            continue
+        waited = time.monotonic() - begin
+        held = [os.open(f"{folder}/tile-{i}", os.O_RDWR) for i in lease.tiles]
+        for i, fd in zip(lease.tiles, held, strict=True):
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.write(log, f"twice {i} {os.getpid()} {lease.id}\n".encode())
+        time.sleep(random.random() * 0.01)
+        for fd in held:
+            os.close(fd)
+        how = random.random()
+        if how < 0.05:
+            os.write(log, f"done {waited:.3f}\n".encode())
+            os._exit(0)  # without a word
+        lease.release()
+        os.write(log, f"done {waited:.3f}\n".encode())
+
+
+main()
