@@ -16,7 +16,6 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from ..tiles import client
@@ -31,6 +30,7 @@ EXAMPLE = "Example: tilework top --interval 2"
 _SHOWN = {"free": ("·", "bright_black"), "idle": ("o", "yellow"), "exec": ("█", "green"), "pload": ("L", "magenta"),
           "aload": ("A", "cyan"), "chkpt": ("C", "blue"), "quiesce": ("Q", "bright_yellow"), "hung": ("!", "bold red"),
           "drained": ("x", "red")}  # fmt: skip
+_ROW = "{:>7} {:<9} {:>5} {:>5} {:>10} {:>9} {:>9} {:>7}"
 
 
 def command(
@@ -88,9 +88,9 @@ def screen(seen: Mapping[str, Any], width: int, height: int) -> RenderableType:
     tiles = _map(seen, leases, width)
     parts += tiles
     parts.append(_legend())
-    left = max(3, height - len(parts) - 3)
+    left = max(3, height - len(parts) - 2)
     parts.append(Text(""))
-    parts.append(_sessions(seen, left, width))
+    parts.append(_sessions(seen, left))
     return Group(*parts)
 
 
@@ -139,28 +139,34 @@ def _legend() -> Text:
     return text
 
 
-def _sessions(seen: Mapping[str, Any], rows: int, width: int) -> RenderableType:
+def _sessions(seen: Mapping[str, Any], rows: int) -> RenderableType:
+    """Two lines a session: its numbers, then what it is and does."""
     if not seen["leases"] and not seen["queue"]:
         return Text("nobody holds a tile", style="bright_black")
-    table = Table(box=None, pad_edge=False, header_style="bold", width=width)
-    for column, right in (("PID", True), ("USER", False), ("TILES", True), ("%EXEC", True), ("STEPS/S", True), ("LOSS", True),
-                          ("MEM", True), ("HELD", True), ("STATE", False), ("COMMAND", False)):  # fmt: skip
-        wide = column in ("COMMAND", "STATE")
-        table.add_column(column, justify="right" if right else "left", no_wrap=True, overflow="ellipsis",
-                         ratio=2 if column == "COMMAND" else 1 if wide else None)  # fmt: skip
-    shown = seen["leases"][:rows]
+    lines = [Text(_ROW.format("PID", "USER", "TILES", "%EXEC", "STEPS/S", "LOSS", "MEM", "HELD"), style="bold")]
+    room = max(1, (rows - 2) // 2)
+    shown = seen["leases"][:room]
     for lease in shown:
         loss, rate = lease.get("loss"), lease.get("steps_per_second", 0.0)
-        table.add_row(str(lease["pid"]), lease["user"], str(len(lease["tiles"])), f"{lease['shares']['exec']:.0f}",
-                      f"{rate:,.0f}" if rate >= 10 else f"{rate:.1f}", "" if loss is None else f"{loss:.4g}",
-                      size(lease.get("memory_bytes", 0)), duration(lease["held_seconds"]),
-                      Text(state(lease), style=_colour(lease)),
-                      (f"[{lease['job']}] " if lease["job"] else "") + lease["command"])  # fmt: skip
-    for waiting in seen["queue"][: max(0, rows - len(shown))]:
-        table.add_row(str(waiting["pid"]), waiting["user"], "", "", "", "", "", duration(waiting["waited_seconds"]),
-                      f"waits for {waiting['ask']}", waiting["command"], style="bright_black")  # fmt: skip
-    more = len(seen["leases"]) + len(seen["queue"]) - table.row_count
-    return Group(table, Text(f"and {more} more", style="bright_black")) if more > 0 else table
+        lines.append(Text(_ROW.format(
+            lease["pid"], lease["user"][:9], len(lease["tiles"]), f"{lease['shares']['exec']:.0f}",
+            f"{rate:,.0f}" if rate >= 10 else f"{rate:.1f}", "" if loss is None else f"{loss:.4g}",
+            size(lease.get("memory_bytes", 0)), duration(lease["held_seconds"]))))  # fmt: skip
+        second = Text(f"{'':>8}")
+        second.append(state(lease), style=_colour(lease))
+        second.append(f"  {'[' + lease['job'] + '] ' if lease['job'] else ''}{lease['command']}", style="bright_black")
+        lines.append(second)
+    waiting = seen["queue"][: max(0, 2 * (room - len(shown)))]
+    for w in waiting:
+        waited = duration(w["waited_seconds"])
+        lines.append(Text(f"{w['pid']:>7} {w['user'][:9]:<9} waits for {w['ask']}, {waited}: {w['command']}",
+                          style="bright_black"))  # fmt: skip
+    more = len(seen["leases"]) + len(seen["queue"]) - len(shown) - len(waiting)
+    if more > 0:
+        lines.append(Text(f"and {more} more", style="bright_black"))
+    for line in lines:
+        line.no_wrap, line.overflow = True, "ellipsis"
+    return Group(*lines)
 
 
 def _colour(lease: Mapping[str, Any]) -> str:
