@@ -23,7 +23,6 @@ from tilework.tiles.site import Site
 from tilework.tiles.topology import detect
 
 GOLDEN = Path(__file__).parent / "golden"
-BIN = Path(sys.executable).parent
 FOUR = Machine(tuple(Core(0, 0, (i,)) for i in range(4)), (), {0: 64 * 2**30}, (Link("0000:01:00.0", "16.0 GT/s PCIe", 16, 0),))
 
 
@@ -96,8 +95,11 @@ def test_finding_hung_tiles() -> None:
     assert perfect[2:] == [f"/XRDU_{b}/RDU_{c} tiles perfect: 8 of 8" for b in (1, 2, 3) for c in (0, 1)]
 
 
+MODULES = {"sntilestat": "sambaflow.tools.sntilestat", "snconfig": "sambaflow.tools.snconfig", "tilework": "tilework.cli.main"}
+
+
 def tool(name: str, *words: str, code: int = 0) -> str:
-    done = subprocess.run([str(BIN / name), *words], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-m", MODULES[name], *words], capture_output=True, text=True, timeout=60)
     assert done.returncode == code, done
     return done.stdout + done.stderr
 
