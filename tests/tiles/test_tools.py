@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -144,7 +145,9 @@ def test_the_commands(run_folder: Path, holder) -> None:
 def test_the_service_file(run_folder: Path, tmp_path: Path) -> None:
     tool("tilework", "daemon", "install", "--root", str(tmp_path))
     unit = (tmp_path / "etc/systemd/system/tilework.service").read_text()
-    assert "Alias=snd.service" in unit and "tilework.tiles.daemon" in unit and "RuntimeDirectoryPreserve=yes" in unit
+    if entry_points(group="tilework.site"):  # a frontend brings the name; it is found where the package is installed
+        assert "Alias=snd.service" in unit
+    assert "tilework.tiles.daemon" in unit and "RuntimeDirectoryPreserve=yes" in unit
     tool("tilework", "daemon", "remove", "--root", str(tmp_path))
     assert not (tmp_path / "etc/systemd/system/tilework.service").exists()
 

@@ -43,7 +43,7 @@ def test_torture(run_folder: Path, open_folder: Path) -> None:
     number, killed, daemons = WORKERS, 0, 0
     processes = [start(i) for i in range(WORKERS)]
     begin = time.monotonic()
-    next_daemon = begin + 2
+    next_daemon = begin + 0.5
     while True:
         lines = (check / "log").read_text().splitlines()
         if sum(line.startswith("done") for line in lines) >= OPERATIONS:
@@ -58,7 +58,7 @@ def test_torture(run_folder: Path, open_folder: Path) -> None:
         if time.monotonic() > next_daemon:
             kill_daemon(run_folder)
             daemons += 1
-            next_daemon = time.monotonic() + random.uniform(1.5, 4)
+            next_daemon = time.monotonic() + random.uniform(1.0, 3.0)
         for i, process in enumerate(processes):
             if process.poll() is not None:
                 processes[i] = start(number)
