@@ -242,6 +242,38 @@ print(client.lease(Ask(tiles=(1,)), wait=0).tiles)
     assert done.stdout.splitlines() == [f"nobody [{process.pid}]", "tiles-timeout", "[1]"], done
 
 
+@needs_root
+def test_without_root_everything_works_for_one_user(run_folder: Path, open_folder: Path) -> None:
+    """A daemon, a lease, the tools, draining and a reset, all as a plain user."""
+    own = open_folder / "own"
+    own.mkdir()
+    os.chown(own, 65534, 65534)
+    code = """
+import os, subprocess, sys
+from tilework.tiles import client, holding, messages
+from tilework.tiles.reset import reset
+lease = holding.hold("tiles:0")
+child = subprocess.Popen([sys.executable, "-c", "from tilework.tiles import holding; import time; holding.hold('tiles:1'); "
+                          "print(1, flush=True); time.sleep(60)"], stdout=subprocess.PIPE)
+child.stdout.readline()
+seen = client.view()
+print(seen["daemon"]["user"], len(seen["leases"]), sorted(os.sched_getaffinity(0)) == lease.cpus)
+with client.talking() as ask:
+    ask(messages.Drain(seen["tiles"][1]["path"], True, "mine"))
+print(reset(client.view(), seen["tiles"][1]["path"])[0]["pid"] == child.pid)
+from sambaflow.tools import sntilestat, snconfig
+sys.exit(sntilestat.main(["--skip-idle"]) or snconfig.main(["show", "Node", "dynamic"]))
+"""
+    python, env = python_for_all()
+    done = subprocess.run([python, "-c", code], text=True, capture_output=True, timeout=60, user=65534, group=65534, extra_groups=[],
+                          env={**env, "TILEWORK_RUN": str(own / "run")})  # fmt: skip
+    try:
+        assert done.stdout.splitlines()[:2] == ["nobody 2 True", "True"] and done.returncode == 0, done
+        assert "nobody python" in done.stdout and "(TILE_1 drained: mine)" in done.stdout
+    finally:
+        kill_daemon(own / "run")
+
+
 # ---- clients that misbehave ----
 
 

@@ -418,7 +418,8 @@ class Daemon:
     def view(self, connection: Connection, window: float) -> dict[str, Any]:
         ledger, now = self.ledger, time.monotonic()
         holder = {i: lease.id for lease in ledger.leases.values() for i in lease.tiles}
-        tiles = [{"path": t.path, "chip": t.chip, "cpus": t.cpus, "gpu": t.gpu, "lease": holder.get(t.index),
+        tiles = [{"path": t.path, "chip": t.chip, "cpus": t.cpus, "memory_node": t.memory_node, "gpu": t.gpu,
+                  "multiprocessors": t.multiprocessors, "lease": holder.get(t.index),
                   "drained": ledger.drained.get(t.path)} for t in ledger.node.tiles]  # fmt: skip
         leases = []
         for lease in ledger.leases.values():
