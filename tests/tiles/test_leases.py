@@ -265,8 +265,8 @@ from sambaflow.tools import sntilestat, snconfig
 sys.exit(sntilestat.main(["--skip-idle"]) or snconfig.main(["show", "Node", "dynamic"]))
 """
     python, env = python_for_all()
-    done = subprocess.run([python, "-c", code], text=True, capture_output=True, timeout=60, user=65534, group=65534, extra_groups=[],
-                          env={**env, "TILEWORK_RUN": str(own / "run")})  # fmt: skip
+    done = subprocess.run([python, "-c", code], text=True, capture_output=True, timeout=60, user=65534, group=65534,
+                          extra_groups=[], env={**env, "TILEWORK_RUN": str(own / "run")})  # fmt: skip
     try:
         assert done.stdout.splitlines()[:2] == ["nobody 2 True", "True"] and done.returncode == 0, done
         assert "nobody python" in done.stdout and "(TILE_1 drained: mine)" in done.stdout
