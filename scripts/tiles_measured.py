@@ -34,7 +34,9 @@ def eager():
 COMPILE = BUILD + "tilework.compile(tilework.Step(model=model, inputs=(x,), targets=(y,), loss=nn.CrossEntropyLoss(), " \
     "optimizer=optimizer), sys.argv[1], weights='inside')\n"  # fmt: skip
 # Warm up, say so, wait for the word, run for the time, print steps a second.
-JOB = BUILD + """
+JOB = (
+    BUILD
+    + """
 import os, time
 if sys.argv[2] == "eager":
     os.sched_setaffinity(0, {int(sys.argv[3])})
@@ -53,6 +55,7 @@ while time.perf_counter() < end:
     count += 1
 print(count / float(sys.argv[4]), flush=True)
 """
+)
 LEASES = """
 import time
 from tilework.tiles import client
