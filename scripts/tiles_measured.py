@@ -106,7 +106,7 @@ def main() -> None:
             starts.append(first)
             leases.append(median)
         for run in Path(folder).glob("run*"):
-            lock = (run / "daemon.lock").read_text()
+            lock = (run / "daemon.address").read_text()
             if lock:
                 os.kill(int(lock.split("-")[1]), 15)
     middle = {k: statistics.median(v) for k, v in found.items()}

@@ -43,7 +43,7 @@ def run_folder(open_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[P
 def daemon_pid(folder: Path) -> int | None:
     """The daemon's pid, by its socket's name."""
     with contextlib.suppress(OSError, IndexError, ValueError):
-        return int((folder / "daemon.lock").read_text().split("-")[1])
+        return int((folder / "daemon.address").read_text().split("-")[1])
     return None
 
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import socket
 from pathlib import Path
 
 from tilework.tiles import client
@@ -48,10 +49,12 @@ def test_random_packets(run_folder: Path) -> None:
     client.view()
     pid = client.view()["daemon"]["pid"]
     connection = client.connect()
+    memory, null = os.memfd_create("page"), os.open("/dev/null", os.O_RDWR)
     for i in range(20_000 if FULL else 2_000):
         try:
             connection.settimeout(5)
-            connection.send(packet(r))
+            sent = [memory, null][: r.randint(0, 2)] if r.random() < 0.5 else [memory, memory]
+            socket.send_fds(connection, [packet(r)], sent)
             if r.random() < 0.9:
                 connection.recv(200_000)
         except (OSError, ConnectionError):
@@ -69,5 +72,7 @@ def test_random_packets(run_folder: Path) -> None:
         ask(messages.Drain("/", False))
     assert client.view()["daemon"]["pid"] == pid
     assert client.lease(Ask(count=1), wait=10).tiles, "tiles are free again"
-    log = next(run_folder.glob("daemon-*.log")).read_text()
+    fds = len(list(Path(f"/proc/{pid}/fd").iterdir()))
+    assert fds < 40, f"{fds} descriptors: the daemon keeps what it was sent"
+    log = next(run_folder.glob("user-*/daemon.log")).read_text()
     assert "Traceback" not in log, log[-3000:]

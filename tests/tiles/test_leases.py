@@ -116,8 +116,7 @@ def test_a_reused_pid_holds_nothing(run_folder: Path) -> None:
     about = {"id": "aaaaaaaaaaaa", "tiles": [0], "uid": 0, "pid": HERE, "start": 1, "command": "", "job": "", "platform": "host",
              "since": 0.0}  # fmt: skip
     (run_folder / "lease-aaaaaaaaaaaa.json").write_text(json.dumps(about))
-    (run_folder / "lease-aaaaaaaaaaaa.page").write_bytes(bytes(256))
-    (run_folder / "lease-bbbbbbbbbbbb.json").write_text("{ not JSON")
+    (run_folder / "lease-aaaaaaaaaaaa.lock").write_bytes(b"")
     assert client.lease(Ask(tiles=(0,)), wait=0).tiles == [0]
 
 
@@ -310,7 +309,8 @@ def test_an_oversized_packet_ends_the_connection(run_folder: Path) -> None:
 
 def test_a_client_that_does_not_take_what_it_is_offered(run_folder: Path, monkeypatch) -> None:
     connection = raw(run_folder)
-    connection.send(messages.encode(messages.LeaseRequest(Ask(tiles=(0,)))))
+    memory = [os.memfd_create("page"), os.memfd_create("stack")]
+    socket.send_fds(connection, [messages.encode(messages.LeaseRequest(ask=Ask(tiles=(0,))))], memory)
     packet, fds, _, _ = socket.recv_fds(connection, 65536, 4)
     assert messages.loads(packet)["state"] == "granted"
     # It says that it has taken the lease, but holds no lock.
@@ -318,7 +318,7 @@ def test_a_client_that_does_not_take_what_it_is_offered(run_folder: Path, monkey
     assert reply["state"] == "refused"
     leases_when(lambda found: not found, 8.0)  # the offer runs out
     assert client.lease(Ask(tiles=(0,)), wait=0).tiles == [0]
-    for fd in fds:
+    for fd in (*fds, *memory):
         os.close(fd)
 
 
@@ -349,7 +349,7 @@ def test_drained_tiles_are_given_to_nobody(run_folder: Path, holder) -> None:
     process.wait()
     leases_when(lambda found: not found)
     kill_daemon(run_folder)  # drained tiles outlive the daemon
-    with pytest.raises(UserError, match="some are drained"):
+    with pytest.raises(UserError, match="1 drained"):
         client.lease(Ask(tiles=(0,)), wait=0)
     with client.talking() as ask:
         ask(messages.Drain(path, False))
@@ -388,6 +388,7 @@ def test_the_processs_lease_is_shared_and_pins(run_folder: Path, monkeypatch) ->
 
 def test_the_platform_follows_the_first_asker(run_folder: Path) -> None:
     assert len(client.view(platform="SN30-8")["tiles"]) == 64
+    assert client.view()["platform"] == "host", "looking changes nothing"
     lease = client.lease(Ask(tiles=(63,)), platform="SN30-8")
     assert lease.paths == ["/XRDU_3/RDU_1/TILE_7"]
     other = client.lease(Ask(count=1), platform="host")
@@ -397,7 +398,8 @@ def test_the_platform_follows_the_first_asker(run_folder: Path) -> None:
     lease.release()
     other.release()
     leases_when(lambda found: not found)
-    assert client.view(platform="host")["platform"] == "host"
+    assert client.lease(Ask(count=1), platform="host").note == ""
+    assert client.view()["platform"] == "host"
 
 
 def test_metrics_and_the_listener(run_folder: Path, tmp_path: Path) -> None:

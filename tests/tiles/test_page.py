@@ -20,34 +20,72 @@ from tilework.tiles.page import COLUMNS, Page, Reading, read, shares
 HERE = Path(__file__).parent
 
 
-def reading(p: Page) -> Reading:
-    found = read(bytes(p._memory[:]), time.monotonic_ns())
-    assert found is not None
-    return found
+def times(found: Reading) -> list[int]:
+    """With idle, which a reading leaves open."""
+    busy = list(found.times)
+    busy[0] = found.since_start - sum(busy)
+    return busy
 
 
 @pytest.mark.parametrize("state", range(len(COLUMNS)))
 def test_a_column_has_the_time_spent_in_it(state: int) -> None:
     p = Page()
-    p.enter(page.IDLE)
-    before = reading(p)
-    with p.during(state):
+    before = p.read()
+    with p.process.during(state):
         time.sleep(0.05)
-        half = reading(p)  # in the middle: the running interval counts
+        half = p.read()  # in the middle: the running interval counts
         time.sleep(0.05)
-    after = reading(p)
-    assert 0.04e9 < half.times[state] - before.times[state] < 0.3e9
+    after = p.read()
+    assert 0.04e9 < times(half)[state] - times(before)[state] < 0.3e9
     spent = shares(before, after)
     assert spent[COLUMNS[state]] > 95 and sum(spent.values()) == pytest.approx(100)
+    assert sum(shares(None, after).values()) == pytest.approx(100)
+
+
+def test_sessions_in_threads_do_not_disturb_each_other() -> None:
+    """Two slots, in use at overlapping times: both end idle, and the columns still add up to 100."""
+    import threading
+
+    p = Page()
+    before = p.read()
+
+    def work(slot: page.Slot, state: int, wait: float) -> None:
+        time.sleep(wait)
+        with slot.during(state):
+            time.sleep(0.1)
+
+    threads = [
+        threading.Thread(target=work, args=(p.slot(), state, wait)) for state, wait in ((page.EXEC, 0.0), (page.ALOAD, 0.05))
+    ]
+    for t in threads:
+        t.start()
+    time.sleep(0.08)
+    assert COLUMNS[p.read().state] == "exec"
+    for t in threads:
+        t.join()
+    after = p.read()
+    spent = shares(before, after)
+    assert after.state == page.IDLE and after.stuck == 0 and sum(spent.values()) == pytest.approx(100)
+    assert abs(spent["exec"] - spent["aload"]) < 20
+
+
+def test_slots_are_used_again() -> None:
+    p = Page()
+    slots = [p.slot() for _ in range(20)]
+    slots[3].add_steps(5)
+    for slot in slots:
+        slot.close()
+    assert p.slot().number in range(1, 16) and p.read().steps == 5, "what a closed session did stays the process's"
 
 
 def test_what_is_not_a_page() -> None:
-    assert read(b"", 0) is None and read(bytes(256), 0) is None
+    assert read(b"", 0) is None and read(bytes(page.SIZE), 0) is None
     p = Page()
-    p._view[1] += 1  # in the middle of a change
+    v = p.process._view
+    v[1] += 1  # in the middle of a change
     assert read(bytes(p._memory[:]), 0) is None
-    p._view[1] += 1
-    p._view[2] = 77
+    v[1] += 1
+    v[2] = 77
     assert read(bytes(p._memory[:]), 0) is None
 
 
@@ -73,12 +111,15 @@ ACTIONS = {
 PROGRAM = """
 import json, sys, time
 import torch, tilework
-from tilework.tiles.page import COLUMNS, read
+from tilework.tiles.page import COLUMNS
 session = tilework.load(sys.argv[1])
 x, y = torch.randn(640, 1024), torch.randn(640, 1024)
 tensors = {k: t.clone() for k, t in session.tensors().items()}
 def look():
-    return read(bytes(session.page._memory[:]), time.monotonic_ns())
+    found = session.page._page.read()
+    times = list(found.times)
+    times[0] = found.since_start - sum(times)
+    return times
 found = {}
 for name, action in json.loads(sys.argv[2]).items():
     exec(action)  # once, so that nothing of the first time counts
@@ -86,7 +127,7 @@ for name, action in json.loads(sys.argv[2]).items():
     while time.monotonic() < end:
         exec(action)
     after = look()
-    found[name] = {c: b - a for c, a, b in zip(COLUMNS, before.times, after.times)}
+    found[name] = {c: b - a for c, a, b in zip(COLUMNS, before, after)}
 print(json.dumps(found))
 """
 

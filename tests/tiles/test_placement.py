@@ -147,7 +147,10 @@ def test_a_user_at_his_limit_steps_aside() -> None:
     ledger.leases["a"] = Lease("a", tuple(range(8)), 1, 1, 1, "", "", "SN10-8", 0.0)
     for uid, count in ((1, 4), (2, 8)):
         ledger.wait(Waiting(Ask(count=count), uid, 1, "", "", 1e9))
-    assert [w.uid for w, _ in ledger.next()] == [2]
+    served = ledger.next_one()
+    assert served is not None and served[0].uid == 2
+    ledger.leases["b"] = Lease("b", tuple(served[1]), 2, 2, 1, "", "", "SN10-8", 0.0)
+    assert ledger.next_one() is None
     with pytest.raises(UserError, match="larger than one user may hold"):
         ledger.wait(Waiting(Ask(count=9), 1, 1, "", "", 1e9))
     for _ in range(2):

@@ -39,7 +39,7 @@ def seen(platform: str, *held: tuple[list[int], int, dict[str, float]], **more: 
     tiles = [{"path": t.path, "chip": t.chip, "cpus": t.cpus, "gpu": None, "lease": holder.get(t.index), "drained": None}
              for t in node.tiles]  # fmt: skip
     return {"platform": platform, "title": node.title, "note": node.note, "levels": node.levels, "tiles": tiles, "leases": leases,
-            "queue": []}  # fmt: skip
+            "queue": [], "num_waiting": 1}  # fmt: skip
 
 
 def same_as_golden(name: str, text: str) -> None:
@@ -206,7 +206,7 @@ def stuck_in_this_function():
     time.sleep(60)
 lease = holding.hold("tiles:0")
 print("ready", flush=True)
-with lease.page.during(EXEC):
+with lease.page.process.during(EXEC):
     stuck_in_this_function()
 """
     env = {**os.environ, "TILEWORK_SITE": str(site)}

@@ -31,7 +31,7 @@ def test_torture(run_folder: Path, open_folder: Path) -> None:
         (check / name).touch()
         (check / name).chmod(0o666)
     worker = str(Path(__file__).parent / "torture_worker.py")
-    client.view(platform="SN10-8")
+    client.view()
 
     def start(number: int) -> subprocess.Popen:
         user = users[number % len(users)]
@@ -46,7 +46,7 @@ def test_torture(run_folder: Path, open_folder: Path) -> None:
     next_daemon = begin + 0.5
     while True:
         lines = (check / "log").read_text().splitlines()
-        if sum(line.startswith("done") for line in lines) >= OPERATIONS:
+        if sum(line.startswith("done") for line in lines) >= OPERATIONS and killed > 5 and daemons > 0:
             break
         said = (open_folder / "stderr").read_text()
         assert not said, said[-2000:]
@@ -72,7 +72,6 @@ def test_torture(run_folder: Path, open_folder: Path) -> None:
     assert not [line for line in lines if line.startswith("twice")], "two processes held one tile at once"
     assert not [line for line in lines if line.startswith("starved")], "somebody starved"
     assert not [line for line in lines if line.startswith("trouble")], lines
-    assert killed > 5 and daemons > 0
     leases_when(lambda found: not found, 3.0)  # every tile is free again
     kill_daemon(run_folder)
     assert client.view()["leases"] == [] and not [p for p in run_folder.glob("lease-*") if p.stat().st_uid == os.getuid()]

@@ -9,7 +9,8 @@ from argparse import Namespace
 from pathlib import Path
 
 import tilework
-from tilework.tiles.topology import Node, detect
+from tilework.tiles.client import view
+from tilework.tiles.topology import Node, asked_platform, detect
 
 from .compiling import METADATA
 
@@ -20,7 +21,8 @@ def tiles_asked(args: Namespace, path: Path | str) -> str | None:
     """As tilework.load takes it; None: whatever the engine gives by default."""
     text = os.environ.get(VARIABLE, "").strip()
     if text:
-        return ",".join(map(str, tiles_of_mask(text, detect())))
+        node = detect(view(0.0, asked_platform())["platform"])  # as the daemon has it: all users share one view
+        return "tiles:" + ",".join(map(str, tiles_of_mask(text, node)))
     asked = getattr(args, "num_tiles", None) or _noted(path)
     return str(asked) if asked else None
 

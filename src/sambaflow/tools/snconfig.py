@@ -121,7 +121,7 @@ def main(argv: list[str] | None = None) -> int:
         if words[2:] == ["dynamic"]:
             print(dynamic(view(2.0, args.platform)))
         else:
-            print(static(detect(args.platform), machine(), banner=bool(words)))
+            print(static(detect(args.platform or view(0.0)["platform"]), machine(), banner=bool(words)))
             if words and words[2:] == []:
                 print(dynamic(view(2.0, args.platform)))
     except TileworkError as e:

@@ -35,7 +35,9 @@ RuntimeDirectoryMode=0755
 # Leases outlive a restart of the daemon: so must the directory that says who holds them.
 RuntimeDirectoryPreserve=yes
 StateDirectory=tilework
+StateDirectoryMode=0700
 LogsDirectory=tilework
+LimitNOFILE=65536
 # It reads /proc and sends one harmless signal; sessions are never its children.
 KillMode=process
 NoNewPrivileges=yes
@@ -77,11 +79,12 @@ def command(
 
 
 def log_path() -> Path:
+    """Of the daemon that serves us, where we may see it; else where our own would write."""
     folder = run_folder()
     if folder == INSTALLED:
         return Path("/var/log/tilework/daemon.log")
-    logs = sorted(folder.glob("daemon-*.log"), key=lambda p: p.stat().st_mtime)
-    return logs[-1] if logs else folder / f"daemon-{os.getuid()}.log"
+    logs = [p for p in folder.glob("user-*/daemon.log") if os.access(p, os.R_OK)]
+    return max(logs, key=lambda p: p.stat().st_mtime) if logs else folder / f"user-{os.getuid()}" / "daemon.log"
 
 
 def _status(metrics: bool, json: bool) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from ..errors import UserError
 from ..tiles import client, messages
@@ -63,10 +64,10 @@ def _print(seen: Mapping[str, Any], stack: bool) -> None:
         where = f"GPU {tile['gpu']}" if tile["gpu"] is not None else ",".join(map(str, tile["cpus"]))
         if lease:
             table.add_row(tile["path"], where, state(lease), str(lease["pid"]), lease["user"],
-                          duration(lease["held_seconds"]), lease["command"])  # fmt: skip
+                          duration(lease["held_seconds"]), Text(lease["command"]))  # fmt: skip
         else:
             drained = tile["drained"]
-            table.add_row(tile["path"], where, "free" if drained is None else f"drained {drained}".strip())
+            table.add_row(tile["path"], where, Text("free" if drained is None else f"drained {drained}".strip()))
     out.print(table)
     for waiting in seen["queue"]:
         out.print(f"waiting: {waiting['ask']} for {waiting['user']}, pid {waiting['pid']}, "

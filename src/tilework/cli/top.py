@@ -40,7 +40,7 @@ def command(
     platform: Annotated[str | None, typer.Option(help="host, a named platform, or the site's own.")] = None,
 ) -> None:
     console = Console(record=True, width=100, height=30, force_terminal=True) if svg is not None else Console()
-    if once or svg is not None or not console.is_terminal:
+    if once or svg is not None or not console.is_terminal or console.is_dumb_terminal:
         client.view(2.0, platform)
         console.print(screen(client.view(2.0, platform), console.width, console.height))
         if svg is not None:
@@ -80,7 +80,7 @@ def screen(seen: Mapping[str, Any], width: int, height: int) -> RenderableType:
     """One look, no larger than the terminal."""
     leases = {lease["id"]: lease for lease in seen["leases"]}
     held = sum(t["lease"] is not None for t in seen["tiles"])
-    head = Text(f"{seen['title']}  {len(seen['tiles'])} tiles, {held} held, {len(seen['queue'])} waiting  ", style="bold")
+    head = Text(f"{seen['title']}  {len(seen['tiles'])} tiles, {held} held, {seen['num_waiting']} waiting  ", style="bold")
     head.append(time.strftime("%H:%M:%S"), style="bright_black")
     parts: list[RenderableType] = [head]
     if seen["note"]:

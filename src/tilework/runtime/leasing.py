@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ..tiles import holding
 from ..tiles.client import Lease
-from ..tiles.page import Page
+from ..tiles.page import Page, Slot
 
 _unleased: Page | None = None  # of a process without a lease: nobody else sees it
 _threads_before = 0
@@ -23,18 +24,20 @@ class Footing:
         global _unleased, _threads_before
         self.lease: Lease | None = holding.hold(tiles) if leased and holding.wanted() else None
         if self.lease is None:
-            _unleased = self.page = _unleased or Page()
+            _unleased = _unleased or Page()
+            self.page = _unleased.slot()
             self.num_threads: int | None = None
-            self.close = lambda: None
+            self.close: Callable[[], Any] = weakref.finalize(self, self.page.close)
             return
-        self.page = self.lease.page
+        self.page = self.lease.page.slot()
         self.num_threads = self.lease.num_cores if "OMP_NUM_THREADS" not in os.environ else None
         _threads_before = _threads_before or torch.get_num_threads()
-        self.close = weakref.finalize(self, _give_back, self.lease)
+        self.close = weakref.finalize(self, _give_back, self.lease, self.page)
 
 
-def _give_back(lease: Lease) -> None:
+def _give_back(lease: Lease, page: Slot) -> None:
     global _threads_before
+    page.close()
     if holding.let_go(lease) and _threads_before:
         torch.set_num_threads(_threads_before)
         _threads_before = 0

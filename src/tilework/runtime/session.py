@@ -89,8 +89,7 @@ class Session:
                             found=f"{total / 1e9:.1f} GB needed, {free / 1e9:.1f} GB free",
                             fix="use a smaller batch, or a machine with more memory")  # fmt: skip
         buffers = {name: kind.empty() for name, kind in entries.items()}
-        self.page.set_bytes(self.page.num_bytes + total)
-        self._num_bytes = total
+        self.page.set_bytes(total)
         for name, tensor in self.artifact.constants.items():
             buffers[name].copy_(tensor)
         return buffers
@@ -520,7 +519,7 @@ class Session:
         if self._closed:
             return
         self._closed = True
-        self.page.set_bytes(max(0, self.page.num_bytes - self._num_bytes))
+        self.page.set_bytes(0)
         self._prepared.clear()
         self._sections_bound.clear()
         self._device.close()

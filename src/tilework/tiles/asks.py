@@ -19,13 +19,15 @@ from ..errors import UserError
 from .machine import numbers
 from .topology import Node
 
+MOST = 4096  # tiles of a request; no node has as many
+
 
 class Ask(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """Exactly one of the first three; none: one chip, which is what an artifact runs on unless somebody says otherwise."""
 
-    count: Annotated[int, Meta(ge=1, le=2**20)] | None = None
-    chips: Annotated[int, Meta(ge=1, le=2**20)] | None = None
-    tiles: Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(min_length=1, max_length=4096)] | None = None
+    count: Annotated[int, Meta(ge=1, le=MOST)] | None = None
+    chips: Annotated[int, Meta(ge=1, le=MOST)] | None = None
+    tiles: Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(min_length=1, max_length=MOST)] | None = None
     gpu: bool = False
 
     def __str__(self) -> str:
@@ -51,7 +53,7 @@ def parse(text: str, node: Node) -> Ask:
             return Ask(count=_positive(text))
         text = text.removeprefix("tiles:")
         if re.fullmatch(r"[0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*", text):
-            return Ask(tiles=tuple(sorted(set(numbers(text)))))
+            return Ask(tiles=tuple(sorted(set(numbers(text)))[:MOST]))
     except ValueError:
         pass
     raise UserError("tiles-ask", f"{text!r} does not say which tiles", expected="4, chips:2, 0-3,8, tiles:8, a path, or all",
@@ -62,7 +64,7 @@ def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise ValueError(text)
-    return value
+    return min(value, MOST)
 
 
 def capped(ask: Ask, node: Node) -> tuple[Ask, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import socket
@@ -17,17 +18,20 @@ from typing import Any
 from ..errors import MachineError, TileworkError, UserError
 from . import locks, messages
 from .asks import Ask
+from .messages import printable
 from .page import Page
-from .places import INSTALLED, run_folder
+from .places import INSTALLED, open_plain, private, read_plain, run_folder
 
 START_SECONDS = 10.0
+ANSWER_SECONDS = 10.0
+RESTART_SECONDS = 30.0  # how long a client bears a daemon that is being restarted
 _KINDS: dict[str, type[TileworkError]] = {"environment": MachineError}
 
 
 class Lease:
     """This process's right to some tiles, until release() or the end of the process."""
 
-    def __init__(self, granted: dict[str, Any], fds: list[int], connection: socket.socket) -> None:
+    def __init__(self, granted: dict[str, Any], file: int, stack: int, page: Page, connection: socket.socket) -> None:
         self.id: str = granted["lease"]
         self.tiles: list[int] = granted["tiles"]
         self.paths: list[str] = granted["paths"]
@@ -36,17 +40,17 @@ class Lease:
         self.num_cores: int = granted["num_cores"]
         self.note: str = granted["note"]
         self.pid = os.getpid()
-        self._file, self.stack = fds
-        self._connection = connection
-        self.page = Page(self._file)
+        self.page, self.stack = page, stack
+        self._file, self._connection = file, connection
 
     def release(self) -> None:
         if self._file < 0 or self.pid != os.getpid():  # a child of the holder holds nothing
             return
         os.close(self._file)  # the kernel drops the lock: from here on the tiles are free, whatever becomes of the message
         self._file = -1
-        with contextlib.suppress(OSError, ConnectionError):
-            messages.ask_daemon(self._connection, messages.Release(self.id))
+        with contextlib.suppress(OSError):
+            self._connection.settimeout(0.2)
+            self._connection.send(messages.encode(messages.Release(self.id)))
         self._connection.close()
         os.close(self.stack)
 
@@ -66,45 +70,51 @@ def connect(start: bool = True) -> socket.socket:
 
 def _try(folder: Path) -> socket.socket | None:
     try:
-        name = (folder / "daemon.lock").read_text()
+        name = read_plain(folder / "daemon.address")
         if not name or "/" in name:
             return None
         place = os.open(folder, os.O_PATH | os.O_CLOEXEC)
-    except (OSError, UnicodeDecodeError):
+    except OSError as e:
+        if e.errno in (errno.EMFILE, errno.ENFILE):
+            raise MachineError("tiles-daemon", "this process has no file descriptors left", found=str(e), fix="ulimit -n") from e
         return None
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    connection.settimeout(30)
     try:
-        connection.connect(f"/proc/self/fd/{place}/{name}")
-        return connection
-    except OSError:
-        connection.close()
+        for attempt in range(100):
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            connection.settimeout(ANSWER_SECONDS)
+            try:
+                connection.connect(f"/proc/self/fd/{place}/{name}")
+                return connection
+            except OSError as e:
+                connection.close()
+                if e.errno != errno.EAGAIN:  # EAGAIN: many stand at the door
+                    return None
+                time.sleep(0.01 * (1 + attempt % 5))
         return None
     finally:
         os.close(place)
 
 
 def _start(folder: Path) -> None:
-    """One of many clients starts the daemon; the others wait for it."""
-    if folder == INSTALLED and not os.access(folder, os.W_OK):
+    """One of many clients starts the daemon; the others wait for it. An installed one is systemd's to start."""
+    if folder == INSTALLED:
         return
-    gate_path = folder / f"start-{os.getuid()}.lock"
     try:
-        gate = os.open(gate_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        gate = open_plain(private(folder) / "start.lock", os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as e:
         raise MachineError("tiles-folder", f"{folder}: the daemon cannot be started there", found=str(e),
                            fix="make room or set TILEWORK_RUN to a directory that you can write to") from e  # fmt: skip
     try:
-        fcntl.flock(gate, fcntl.LOCK_EX)
+        fcntl.flock(gate, fcntl.LOCK_EX)  # a file of this user's alone
         if (found := _try(folder)) is not None:
             found.close()
             return
-        command = [sys.executable, "-m", "tilework.tiles.daemon", "--auto"]
-        environment = dict(os.environ) if folder == INSTALLED else {**os.environ, "TILEWORK_RUN": str(folder.resolve())}
         here = str(Path(__file__).resolve().parents[2])  # the same Tilework as this one, wherever it was found
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
-        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-                                 start_new_session=True, cwd="/", env=environment)  # fmt: skip
+        environment = {**os.environ, "TILEWORK_RUN": str(folder),
+                       "PYTHONPATH": os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))}  # fmt: skip
+        child = subprocess.Popen([sys.executable, "-m", "tilework.tiles.daemon", "--auto"], stdin=subprocess.DEVNULL,
+                                 stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True, cwd="/",
+                                 env=environment)  # fmt: skip
         until = time.monotonic() + START_SECONDS
         while time.monotonic() < until:
             if (found := _try(folder)) is not None:
@@ -113,7 +123,7 @@ def _start(folder: Path) -> None:
             if child.poll() not in (None, 0):
                 said = child.stderr.read().decode(errors="replace").strip() if child.stderr is not None else ""
                 raise MachineError("tiles-daemon", "the daemon of this machine's tiles does not start",
-                                   found=said.splitlines()[-1] if said else f"exit code {child.returncode}",
+                                   found=said or f"exit code {child.returncode}",
                                    fix="tilework daemon run shows why; TILEWORK_LEASE=0 runs without a lease")  # fmt: skip
             time.sleep(0.003)
     finally:
@@ -121,7 +131,7 @@ def _start(folder: Path) -> None:
 
 
 def lease(
-    ask: Ask,
+    ask: Ask | str | None = None,
     *,
     command: str = "",
     job: str = "",
@@ -133,52 +143,84 @@ def lease(
 
     If the daemon dies meanwhile, the request is made again at the next one."""
     until = None if wait is None else time.monotonic() + wait
-    for attempt in range(100):
-        connection = connect()
-        try:
+    page, stack = Page(), os.memfd_create("tilework-stack", os.MFD_CLOEXEC)
+    patience, answered = 0.0, False
+    try:
+        while True:
+            try:
+                connection = connect()
+            except MachineError:
+                patience = patience or time.monotonic() + (RESTART_SECONDS if answered else 0.0)
+                if time.monotonic() >= patience:
+                    raise
+                time.sleep(0.2)
+                continue
+            answered, patience = True, 0.0
             left = None if until is None else max(0.0, until - time.monotonic())
-            return _lease(connection, messages.LeaseRequest(ask, command, job, platform, left), report)
-        except (ConnectionError, TimeoutError, BrokenPipeError):
-            connection.close()
-            time.sleep(min(0.5, 0.01 * (attempt + 1)))
-        except BaseException:
-            connection.close()
-            raise
-    raise MachineError("tiles-daemon", "the daemon of this machine's tiles ends again and again",
-                       fix="look at its log: tilework daemon status")  # fmt: skip
+            text, exact = (ask, None) if isinstance(ask, str) else ("", ask)
+            request = messages.LeaseRequest(text, exact, page.fd, stack, _text(command, 200), _text(job, 60), platform, left)
+            try:
+                return _lease(connection, request, page, stack, report)
+            except (ConnectionError, BrokenPipeError, BlockingIOError):  # it has died, or somebody stands in the way of our lock
+                connection.close()
+                if until is not None and time.monotonic() > until + RESTART_SECONDS:
+                    raise MachineError("tiles-daemon", "the daemon of this machine's tiles ends again and again",
+                                       fix="look at its log: tilework daemon log") from None  # fmt: skip
+                time.sleep(0.02)
+            except TimeoutError:
+                connection.close()
+                raise _silent() from None
+            except BaseException:
+                connection.close()
+                raise
+    except BaseException:
+        os.close(stack)
+        raise
 
 
-def _lease(connection: socket.socket, request: messages.LeaseRequest, report: Callable[[str], None] | None) -> Lease:
-    connection.send(messages.encode(request))
+def _text(text: str, length: int) -> str:
+    return printable(text.encode("utf-8", "replace").decode(), length)
+
+
+def _silent() -> MachineError:
+    return MachineError("tiles-daemon", "the daemon of this machine's tiles does not answer",
+                        found=f"nothing for {ANSWER_SECONDS:.0f} s", fix="look whether it is stopped")  # fmt: skip
+
+
+def _lease(
+    connection: socket.socket, request: messages.LeaseRequest, page: Page, stack: int, report: Callable[[str], None] | None
+) -> Lease:
+    socket.send_fds(connection, [messages.encode(request)], [page.fd, stack])
+    what = request.ask or request.text or Ask()
     while True:
         packet, fds, _, _ = socket.recv_fds(connection, messages.LARGEST_REPLY, 4, socket.MSG_CMSG_CLOEXEC)
         if not packet:
             raise ConnectionError("the daemon has gone")
         reply = granted = messages.loads(packet)
-        if reply["state"] == "granted":
+        if reply["state"] == "granted" and len(fds) == 1:
             break
+        for fd in fds:
+            os.close(fd)
         if reply["state"] == "waiting":
-            connection.settimeout(None)  # the daemon watches the clock
+            connection.settimeout(reply["seconds"] + ANSWER_SECONDS)  # the daemon watches the clock, unless it is stopped
             if report is not None:
-                report(f"waiting for {request.ask}: held: " + ("; ".join(reply["holders"]) or "by nobody, some are drained"))
+                report(f"waiting for {what}: held: " + ("; ".join(reply["holders"]) or "by nobody"))
             continue
         if reply["state"] == "timeout":
-            raise UserError("tiles-timeout", f"no tiles became free in time: {request.ask}",
-                            found="held: " + ("; ".join(reply["holders"]) or "by nobody, some are drained"),
+            raise UserError("tiles-timeout", f"no tiles became free in time: {what}",
+                            found="held: " + ("; ".join(reply["holders"]) or "by nobody"),
                             fix="wait longer (TILEWORK_WAIT, in seconds), ask for fewer tiles (TILEWORK_TILES), "
                             "or see `tilework top`")  # fmt: skip
         raise refusal(reply)
-    connection.settimeout(30)
+    connection.settimeout(ANSWER_SECONDS)
     try:
         locks.take(fds[0])
         reply = messages.ask_daemon(connection, messages.Taken())
         if reply["state"] != "go":
             raise refusal(reply)
-        return Lease(granted, fds, connection)
+        return Lease(granted, fds[0], stack, page, connection)
     except BaseException:
-        for fd in fds:
-            with contextlib.suppress(OSError):
-                os.close(fd)
+        os.close(fds[0])
         raise
 
 
@@ -194,7 +236,14 @@ def talking(start: bool = True) -> Iterator[Callable[[messages.Request], dict[st
     connection = connect(start)
 
     def ask(request: messages.Request) -> dict[str, Any]:
-        reply = messages.ask_daemon(connection, request)
+        try:
+            reply = messages.ask_daemon(connection, request)
+        except TimeoutError:
+            raise _silent() from None
+        except OSError as e:
+            raise MachineError(
+                "tiles-daemon", "the daemon of this machine's tiles has just ended", found=str(e), fix="try again"
+            ) from e
         if reply.get("state") == "refused":
             raise refusal(reply)
         return reply
@@ -207,5 +256,12 @@ def talking(start: bool = True) -> Iterator[Callable[[messages.Request], dict[st
 
 def view(window: float = 2.0, platform: str | None = None) -> dict[str, Any]:
     """All tiles, leases and waiting requests, as the daemon sees them."""
-    with talking() as ask:
-        return ask(messages.View(window, platform))
+    for attempt in (1, 2, 3):
+        try:
+            with talking() as ask:
+                return ask(messages.View(window, platform))
+        except MachineError as e:
+            if attempt == 3 or "just ended" not in e.summary:
+                raise
+            time.sleep(0.05)
+    raise AssertionError

@@ -1,7 +1,7 @@
 """The daemon: grants leases, notices when they end, and knows what every tile is doing. One per machine, one thread.
 
-It starts by itself where a session needs it (`--auto`, and then ends when it has been idle for a while), or as a service. It
-decides who comes next; that two processes never hold one tile does not rest on its memory (locks.py).
+It starts by itself where a session needs it (`--auto`, and then ends when it has been idle for a while), or as a service. Which
+leases are alive does not rest on its memory or its disk (locks.py): the next daemon finds them.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
-import json
 import logging
 import logging.handlers
 import os
-import pwd
+import resource
 import selectors
 import signal
 import socket
+import stat
 import struct
 import sys
 import time
@@ -28,20 +28,23 @@ import msgspec
 
 from .. import __version__
 from ..errors import MachineError, TileworkError, UserError
-from . import locks, messages, page
+from . import locks, messages, records
+from .asks import Ask, parse
+from .describe import compute, holders_in_words, user_name, view
 from .ledger import Lease, Ledger, Waiting
-from .machine import machine
-from .places import INSTALLED, run_folder
+from .messages import printable
+from .places import INSTALLED, SHARED, open_plain, private, run_folder
 from .site import read_site
 from .store import Store
-from .topology import HOST, Node, asked_platform, detect
-from .usage import EVERY_SECONDS, Usage
+from .topology import HOST, asked_platform, detect
+from .usage import EVERY_SECONDS, Usage, is_memory
 
 log = logging.getLogger("tilework.tiles")
-CONNECTIONS_PER_USER = 512
+CONNECTIONS_PER_USER = 128
 SILENT_SECONDS = 10.0  # a connection without a lease or a request is closed after this
 OFFER_SECONDS = 5.0  # a client must take what it was offered
 IDLE_EXIT_SECONDS = 600.0
+LONGEST_WAIT = 7 * 86400.0
 
 
 class Connection:
@@ -52,8 +55,15 @@ class Connection:
         self.pid, self.uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         self.heard = time.monotonic()
         self.waiting: Waiting | None = None
+        self.fds: list[int] = []  # the client's page and stack, until there is a lease for them
         self.offered: str | None = None  # the lease that it has not taken yet
         self.lease: str | None = None
+
+    def close(self) -> None:
+        self.sock.close()
+        for fd in self.fds:
+            os.close(fd)
+        self.fds = []
 
 
 class Daemon:
@@ -61,32 +71,32 @@ class Daemon:
         self.folder, self.auto = folder, auto
         self.site = read_site()
         self.fixed = platform or self.site.platform  # a client cannot change what the administrator chose
-        self.ledger = Ledger(detect(platform, self.site), self.site.limits)
+        self.ledger = Ledger(detect(self.fixed or HOST, self.site), self.site.limits)
         self.connections: dict[int, Connection] = {}  # by file descriptor
         self.usage: dict[str, Usage] = {}
+        self.stacks: dict[str, int] = {}  # lease -> the client's memory file
+        self.files: dict[str, int] = {}  # lease -> our descriptor of its lock's file
         self.offers: dict[str, float] = {}  # leases offered but not yet taken -> until when
         self.hung: dict[str, float] = {}  # lease -> since when, monotonic
         self.pidfds: dict[str, int] = {}
         self.selector = selectors.DefaultSelector()
         self.started, self.used = time.time(), time.monotonic()
         self.stopping = False
+        self._advancing = self._again = False
+        self._metrics = (0.0, "")
 
     # ---- starting and stopping ----
 
     def open(self) -> bool:
         """False where another daemon serves this machine already."""
-        lock = self.folder / "daemon.lock"
-        flags = os.O_RDWR | os.O_CLOEXEC | (0 if lock.exists() else os.O_CREAT)
-        before = os.umask(0)
+        everybody = 0o644 if self.folder == INSTALLED else 0o666
+        self._lock = open_plain(self.folder / "daemon.lock", os.O_RDWR | os.O_CREAT, 0o600 if everybody == 0o644 else 0o666)
         try:
-            self._lock = os.open(lock, flags, 0o644 if self.folder == INSTALLED else 0o666)
-        finally:
-            os.umask(before)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
             os.close(self._lock)
             return False
+        self._check_other_places()
         self.name = f"daemon-{os.getpid()}-{uuid.uuid4().hex[:6]}.sock"
         for old in self.folder.glob("daemon-*.sock"):
             with contextlib.suppress(OSError):
@@ -95,48 +105,55 @@ class Daemon:
         self._folder_fd = os.open(self.folder, os.O_PATH | os.O_CLOEXEC)
         self.listener.bind(f"/proc/self/fd/{self._folder_fd}/{self.name}")  # a short name for a path of any length
         os.chmod(self.folder / self.name, 0o666)
-        self.listener.listen(256)
+        self.listener.listen(1024)
         self.listener.setblocking(False)
         self.selector.register(self.listener, selectors.EVENT_READ, self._accept)
-        self.store = Store(self._private("state.db"))
-        self.ledger.drained = {p: r for p, r in self.store.drained().items() if p in {t.path for t in self.ledger.node.tiles}}
+        self.store = Store(state_path(self.folder))
         self._recover()
-        os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, self.name.encode(), 0)  # only now can clients find it
+        known = {t.path for t in self.ledger.node.tiles}
+        self.ledger.drained = {p: r for p, r in self.store.drained().items() if p in known}
+        self._address = open_plain(self.folder / "daemon.address", os.O_RDWR | os.O_CREAT, everybody)
+        self._say_where(self.name)  # only now can clients find it
         log.info("daemon %s, pid %d, platform %s, %d tiles, %d leases found", __version__, os.getpid(),
                  self.ledger.node.platform, len(self.ledger.node.tiles), len(self.ledger.leases))  # fmt: skip
         return True
 
-    def _private(self, name: str) -> Path:
-        if self.folder == INSTALLED:
-            return Path(os.environ.get("STATE_DIRECTORY", "/var/lib/tilework")) / name
-        stem, dot, suffix = name.partition(".")
-        return self.folder / f"{stem}-{os.getuid()}{dot}{suffix}"
+    def _say_where(self, name: str) -> None:
+        os.ftruncate(self._address, 0)
+        os.pwrite(self._address, name.encode(), 0)
+
+    def _check_other_places(self) -> None:
+        """An installed daemon begins when no lease of the shared place lives any more: tiles must not have two masters."""
+        if self.folder == INSTALLED and SHARED.is_dir():
+            alive = [r for r in SHARED.glob("lease-*.lock") if locks.holder_of(r)]
+            if alive:
+                raise MachineError("tiles-daemon", "sessions that started before the service was installed still hold tiles",
+                                   found=f"{len(alive)} leases in {SHARED}", fix="wait for them, or end them")  # fmt: skip
 
     def _recover(self) -> None:
         """Live leases of an earlier daemon: those whose file is locked by the process that it was given to."""
-        held = locks.holders()
-        for record in sorted(self.folder.glob("lease-*.json")):
-            try:
-                lease = Lease(**json.loads(record.read_text()))
-                tiles = tuple(int(t) for t in lease.tiles)
-            except (OSError, ValueError, TypeError):
-                self._remove(record.stem.removeprefix("lease-"))
-                continue
-            lease.tiles = tiles
-            alive = locks.start_time(lease.pid) == lease.start
-            if not alive or held.get(locks.key(self._file(lease.id, "page")) or (0, 0, 0)) != lease.pid:
-                self._remove(lease.id)
+        for lease in records.read_all(self.folder):
+            path = records.file(self.folder, lease.id, "lock")
+            fd = None
+            with contextlib.suppress(OSError):
+                fd = open_plain(path, os.O_RDWR)
+            pid = locks.holder(fd) if fd is not None else locks.holder_of(path)
+            if pid != lease.pid or locks.start_time(lease.pid) != lease.start:
+                if fd is not None:
+                    os.close(fd)
+                records.remove(self.folder, lease.id)
                 continue
             if lease.platform != self.ledger.node.platform and not self.ledger.leases:
                 with contextlib.suppress(UserError):
                     self.ledger.node = detect(lease.platform, self.site)
-            self._watch(lease)
+            if fd is not None:
+                self.files[lease.id] = fd
+            self._watch(lease, *(_fd_of(lease.pid, number) for number in (lease.page, lease.stack)))
 
     def stop(self) -> None:
         with contextlib.suppress(OSError):
             (self.folder / self.name).unlink()
-        os.ftruncate(self._lock, 0)
+        self._say_where("")
         self.store.close()
         log.info("daemon stopped, %d leases live on", len(self.ledger.leases))
 
@@ -160,21 +177,20 @@ class Daemon:
                     log.exception("the regular check failed")
 
     def _tick(self, now: float) -> None:
-        held = locks.holders()
         for lease in list(self.ledger.leases.values()):
             if lease.id in self.offers:
                 if now > self.offers[lease.id]:
                     self._end(lease, "not taken")
-            elif held.get(locks.key(self._file(lease.id, "page")) or (0, 0, 0)) != lease.pid:
+            elif not self._still_held(lease):
                 self._end(lease, "released")
-            elif locks.start_time(lease.pid) != lease.start:
-                self._end(lease, "process ended")
             else:
                 self.usage[lease.id].sample()
                 self._look_for_hang(lease, now)
         for request in [w for w in self.ledger.queue if now > w.until]:
+            connection, words = request.whose, holders_in_words(self.ledger, request)
             self.ledger.forget(request)
-            self._say(request.whose, {"state": "timeout", "holders": self._holders(request)})
+            connection.waiting = None
+            self._say(connection, {"state": "timeout", "holders": words})
         for connection in list(self.connections.values()):
             idle = connection.waiting is None and connection.offered is None and connection.lease is None
             if idle and now - connection.heard > SILENT_SECONDS:
@@ -183,14 +199,27 @@ class Daemon:
             self.used = now
         if self.auto and now - self.used > IDLE_EXIT_SECONDS:
             self.stopping = True
+        if self.listener not in self.selector.get_map():  # closed for a moment, because descriptors had run out
+            self.selector.register(self.listener, selectors.EVENT_READ, self._accept)
         self._advance()
+
+    def _still_held(self, lease: Lease) -> bool:
+        fd = self.files.get(lease.id)
+        pid = locks.holder(fd) if fd is not None else locks.holder_of(records.file(self.folder, lease.id, "lock"))
+        return pid == lease.pid
+
+    def _drop_released(self) -> None:
+        """Whoever asks must not see, or wait for, what has just been given back."""
+        for lease in list(self.ledger.leases.values()):
+            if lease.id not in self.offers and not self._still_held(lease):
+                self._end(lease, "released")
 
     def _look_for_hang(self, lease: Lease, now: float) -> None:
         if self.usage[lease.id].stuck_for() < self.site.limits.hung_seconds:
             self.hung.pop(lease.id, None)
         elif lease.id not in self.hung:
             self.hung[lease.id] = now
-            log.warning("lease %s hung: pid %d, user %s, %s", lease.id, lease.pid, _user(lease.uid), lease.command)
+            log.warning("lease %s hung: pid %d, user %s, %s", lease.id, lease.pid, user_name(lease.uid), lease.command)
             with contextlib.suppress(OSError):  # not ours to signal: no stack then
                 os.kill(lease.pid, signal.SIGURG)  # its faulthandler writes the stack; ignored by everybody else
 
@@ -199,11 +228,15 @@ class Daemon:
     def _accept(self, listener: socket.socket) -> None:
         try:
             sock, _ = listener.accept()
-        except OSError:
+        except BlockingIOError:
+            return
+        except OSError as e:  # no descriptors left: those who are connected are served first
+            log.error("a client could not be let in: %s", e)
+            self.selector.unregister(listener)
             return
         sock.setblocking(False)
         connection = Connection(sock)
-        if sum(c.uid == connection.uid for c in self.connections.values()) >= CONNECTIONS_PER_USER:
+        if sum(c.uid == connection.uid for c in self.connections.values()) >= CONNECTIONS_PER_USER and connection.uid:
             sock.close()
             return
         self.connections[sock.fileno()] = connection
@@ -215,7 +248,7 @@ class Daemon:
             return
         with contextlib.suppress(KeyError):
             self.selector.unregister(sock)
-        sock.close()
+        connection.close()
         if connection.waiting is not None:
             self.ledger.forget(connection.waiting)
         if connection.offered in self.ledger.leases:
@@ -233,30 +266,36 @@ class Daemon:
 
     def _packet(self, sock: socket.socket) -> None:
         connection = self.connections[sock.fileno()]
+        fds: list[int] = []
         try:
-            packet, _, flags, _ = sock.recvmsg(messages.LARGEST_REQUEST)
+            packet, fds, flags, _ = socket.recv_fds(sock, messages.LARGEST_REQUEST, 4, socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
             return
         except OSError:
             packet, flags = b"", 0
-        if not packet or flags & socket.MSG_TRUNC:
-            self._close(sock)
-            return
-        connection.heard = self.used = time.monotonic()
         try:
-            request = messages.decode(packet)
-        except msgspec.DecodeError as e:
-            if self._say(connection, {"state": "refused", "id": "tiles-protocol", "summary": f"not a request: {e}"}):
+            if not packet or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
                 self._close(sock)
-            return
-        try:
-            self._handle(connection, request)
-        except TileworkError as e:
-            self._say(connection, {"state": "refused", **e.as_json(), "id": e.id})
+                return
+            connection.heard = self.used = time.monotonic()
+            try:
+                request = messages.decode(packet)
+            except msgspec.DecodeError as e:
+                text = printable(str(e), 200)
+                if self._say(connection, {"state": "refused", "id": "tiles-protocol", "summary": f"not a request: {text}"}):
+                    self._close(sock)
+                return
+            try:
+                self._handle(connection, request, fds)
+            except TileworkError as e:
+                self._say(connection, {"state": "refused", **e.as_json(), "id": e.id})
+        finally:
+            for fd in fds:  # what the request did not take over
+                os.close(fd)
 
-    def _handle(self, connection: Connection, request: messages.Request) -> None:
+    def _handle(self, connection: Connection, request: messages.Request, fds: list[int]) -> None:
         if isinstance(request, messages.LeaseRequest):
-            self._ask(connection, request)
+            self._ask(connection, request, fds)
         elif isinstance(request, messages.Taken):
             self._taken(connection)
         elif isinstance(request, messages.Release):
@@ -267,17 +306,19 @@ class Daemon:
             self._end(lease, "released")
             self._say(connection, {"state": "released"})
         elif isinstance(request, messages.View):
-            self._take_platform(request.platform)
-            self._say(connection, self.view(connection, request.window))
+            self._drop_released()
+            self._say(connection, view(self, connection.uid, min(max(request.window, 0.0), 60.0), request.platform))
         elif isinstance(request, messages.Metrics):
-            from .metrics import exposition
+            if time.monotonic() - self._metrics[0] > 1.0:
+                from .metrics import exposition
 
-            self._say(connection, {"text": exposition(self.view(connection, 10.0))})
+                self._metrics = time.monotonic(), exposition(view(self, connection.uid, 10.0))
+            self._say(connection, {"text": self._metrics[1]})
         elif isinstance(request, messages.Drain):
             self._only_admin(connection, "drain a tile")
-            paths = self.ledger.drain(request.path, request.on, request.reason)
+            paths = self.ledger.drain(request.path, request.on, printable(request.reason, 100))
             self.store.set_drained(self.ledger.drained)
-            log.info("%s: %s (%s)", "drained" if request.on else "back in use", request.path, request.reason)
+            log.info("%s: %s (%s)", "drained" if request.on else "back in use", paths, printable(request.reason, 100))
             self._say(connection, {"state": "done", "tiles": paths})
             self._advance()
         elif isinstance(request, messages.Stop):
@@ -288,92 +329,129 @@ class Daemon:
     def _only_admin(self, connection: Connection, what: str) -> None:
         if connection.uid not in (0, os.getuid()):
             raise UserError("tiles-permission", f"only root, or the user that runs the daemon, may {what}",
-                            found=f"user {_user(connection.uid)}", fix=f"ask {_user(os.getuid())}")  # fmt: skip
+                            found=f"user {user_name(connection.uid)}", fix=f"ask {user_name(os.getuid())}")  # fmt: skip
 
     # ---- leases ----
 
+    def can_change_platform(self) -> bool:
+        """Only while nobody holds, waits for or has drained anything: tiles of two platforms are the same cores."""
+        return not (self.fixed or self.ledger.leases or self.ledger.queue or self.ledger.drained)
+
     def _take_platform(self, wanted: str | None) -> str:
-        """The client's platform, where the administrator chose none and nobody holds or waits for anything."""
+        """The client's platform, where that is possible; a line that says so where it is not."""
         now = self.ledger.node.platform
         if wanted is None or wanted == now:
             return ""
-        if self.fixed or self.ledger.leases or self.ledger.queue:
+        if not self.can_change_platform():
             why = "the site's choice" if self.fixed else "in use"
-            return f"platform {wanted} asked for; this machine's tiles are {now} ({why})"
+            return f"platform {printable(wanted, 40)} asked for; this machine's tiles are {now} ({why})"
         self.ledger.node = detect(wanted, self.site)
         return ""
 
-    def _ask(self, connection: Connection, request: messages.LeaseRequest) -> None:
+    def _ask(self, connection: Connection, request: messages.LeaseRequest, fds: list[int]) -> None:
         if connection.waiting is not None or connection.offered is not None or connection.lease is not None:
             raise UserError("tiles-protocol", "one lease a connection")
+        if len(fds) != 2 or not all(map(is_memory, fds)):
+            raise UserError("tiles-protocol", "a request for a lease comes with two memory files")
+        self._drop_released()
         note = self._take_platform(request.platform)
+        ask = request.ask or (parse(request.text, self.ledger.node) if request.text else Ask())
         wait = self.site.limits.wait_seconds if request.wait is None else request.wait
-        waiting = Waiting(request.ask, connection.uid, connection.pid, request.command[:500], request.job[:100],
-                          time.monotonic() + max(0.0, min(wait, 1e9)), connection)  # fmt: skip
+        wait = max(0.0, min(wait, LONGEST_WAIT))
+        waiting = Waiting(ask, connection.uid, connection.pid, printable(request.command, 200), printable(request.job, 60),
+                          time.monotonic() + wait, connection, request.page, request.stack)  # fmt: skip
         self.ledger.wait(waiting)
         waiting.capped = "; ".join(filter(None, (note, waiting.capped)))
-        connection.waiting = waiting
+        connection.waiting, connection.fds = waiting, fds[:]
+        fds.clear()
         self._advance()
         if connection.waiting is not None and connection.sock.fileno() >= 0:
-            ahead = self.ledger.queue.index(waiting)
-            self._say(connection, {"state": "waiting", "ahead": ahead, "holders": self._holders(waiting)})
+            self._say(connection, {"state": "waiting", "seconds": wait, "holders": holders_in_words(self.ledger, waiting)})
 
     def _advance(self) -> None:
-        for request, tiles in self.ledger.next():
-            connection: Connection = request.whose
-            connection.waiting = None
-            try:
-                self._offer(connection, request, tiles)
-            except OSError as e:
-                log.error("a lease cannot be made: %s", e)
-                self._say(connection, {"state": "refused", "id": "tiles-folder", "kind": "environment",
-                                       "summary": f"{self.folder}: the lease cannot be written", "found": str(e),
-                                       "fix": "make room on that file system"})  # fmt: skip
+        """Serves who can be served, one at a time: whatever happens to one client changes what is free for the next."""
+        if self._advancing:  # called from within: the loop below looks again
+            self._again = True
+            return
+        self._advancing = True
+        try:
+            while True:
+                self._again = False
+                served = self.ledger.next_one()
+                if served is not None:
+                    self._serve(*served)
+                elif not self._again:
+                    return
+        finally:
+            self._advancing = False
+
+    def _serve(self, request: Waiting, tiles: list[int]) -> None:
+        connection: Connection = request.whose
+        connection.waiting = None
+        try:
+            self._offer(connection, request, tiles)
+        except Exception as e:
+            log.error("a lease cannot be made: %s", e)
+            kind = "environment" if isinstance(e, OSError) else "bug"
+            self._say(connection, {"state": "refused", "id": "tiles-folder", "kind": kind,
+                                   "summary": f"{self.folder}: the lease cannot be written", "found": printable(str(e), 200),
+                                   "fix": "make room on that file system"})  # fmt: skip
 
     def _offer(self, connection: Connection, request: Waiting, tiles: list[int]) -> None:
         """Files first, then the client's word that it has locked them; only then may it run (Taken)."""
         start = locks.start_time(request.pid)
         if start is None:
+            self._say(connection, {"state": "refused", "id": "tiles-daemon", "kind": "environment",
+                                   "summary": f"the daemon cannot see process {request.pid}",
+                                   "found": "it runs in another pid namespace, or /proc hides it (hidepid)",
+                                   "fix": "run the daemon as root, in the machine's own namespace"})  # fmt: skip
             return
+        taken = {i for lease in self.ledger.leases.values() for i in lease.tiles}
+        assert not taken & set(tiles), f"{tiles} are held already"
         lease = Lease(uuid.uuid4().hex[:12], tuple(tiles), request.uid, request.pid, start, request.command, request.job,
-                      self.ledger.node.platform, time.time())  # fmt: skip
-        fds: list[int] = []
+                      self.ledger.node.platform, time.time(), request.page, request.stack)  # fmt: skip
+        theirs = -1
         try:
-            for kind, mode in (("page", 0o644), ("stack", 0o600)):
-                fds.append(os.open(self._file(lease.id, kind), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode))
-            os.posix_fallocate(fds[0], 0, page.SIZE)  # the client writes through memory: there must be room for it
-            record = self._file(lease.id, "json")
-            part = record.with_suffix(".part")
-            part.write_text(json.dumps(vars(lease)))
-            part.rename(record)
-            self._watch(lease)
+            path = records.file(self.folder, lease.id, "lock")
+            self.files[lease.id] = open_plain(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            theirs = open_plain(path, os.O_RDONLY)
+            records.write(self.folder, lease)
+            page, stack = connection.fds
+            connection.fds = []
+            self._watch(lease, page, stack)
             self.offers[lease.id] = time.monotonic() + OFFER_SECONDS
             connection.offered = lease.id
             self._say(connection, {"state": "granted", "lease": lease.id, "note": request.capped,
-                                   **_compute(self.ledger.node, tiles)}, tuple(fds))  # fmt: skip
-        except OSError:
+                                   **compute(self.ledger.node, tiles)}, (theirs,))  # fmt: skip
+        except BaseException:
             if lease.id in self.ledger.leases:
                 self._end(lease, "failed")
-            self._remove(lease.id)
+            else:
+                fd = self.files.pop(lease.id, None)
+                if fd is not None:
+                    os.close(fd)
+                records.remove(self.folder, lease.id)
             raise
         finally:
-            for fd in fds:
-                os.close(fd)
+            if theirs >= 0:
+                os.close(theirs)
 
     def _taken(self, connection: Connection) -> None:
         lease = self.ledger.leases.get(connection.offered or "")
         if lease is None:
             raise UserError("tiles-protocol", "nothing was offered to this connection")
-        if locks.holders().get(locks.key(self._file(lease.id, "page")) or (0, 0, 0)) != connection.pid:
+        if locks.holder(self.files[lease.id]) != connection.pid:
             raise UserError("tiles-protocol", "the lease's file is not locked by this process")
         connection.offered, connection.lease = None, lease.id
         self.offers.pop(lease.id, None)
         self.store.began(lease)
         self._say(connection, {"state": "go"})
 
-    def _watch(self, lease: Lease) -> None:
+    def _watch(self, lease: Lease, page: int | None, stack: int | None) -> None:
         self.ledger.leases[lease.id] = lease
-        self.usage[lease.id] = Usage(self._file(lease.id, "page"))
+        self.usage[lease.id] = Usage(page)
+        if stack is not None:
+            self.stacks[lease.id] = stack
         try:
             self.pidfds[lease.id] = fd = os.pidfd_open(lease.pid)
             self.selector.register(fd, selectors.EVENT_READ, lambda _: self._end(lease, "process ended"))
@@ -385,90 +463,54 @@ class Daemon:
             return
         pidfd = self.pidfds.pop(lease.id, None)
         if pidfd is not None:
-            self.selector.unregister(pidfd)
+            with contextlib.suppress(KeyError):
+                self.selector.unregister(pidfd)
             os.close(pidfd)
         self.usage.pop(lease.id).close()
+        for fd in (self.stacks.pop(lease.id, None), self.files.pop(lease.id, None)):
+            if fd is not None:
+                os.close(fd)
         if self.offers.pop(lease.id, None) is None:
             self.store.ended(lease, how)
         self.hung.pop(lease.id, None)
-        self._remove(lease.id)
+        records.remove(self.folder, lease.id)
         for connection in self.connections.values():
             if lease.id in (connection.lease, connection.offered):
                 connection.lease = connection.offered = None
         self.used = time.monotonic()
         self._advance()
 
-    def _file(self, lease: str, kind: str) -> Path:
-        return self.folder / f"lease-{lease}.{kind}"
-
-    def _remove(self, lease: str) -> None:
-        for kind in ("json", "page", "stack"):
-            with contextlib.suppress(OSError):
-                self._file(lease, kind).unlink()
-
-    # ---- the view ----
-
-    def _holders(self, request: Waiting) -> list[str]:
-        """For messages: who is in the way."""
-        found = [f"{len(x.tiles)} by pid {x.pid} ({_user(x.uid)}, {x.command[:60] or 'no command'}, "
-                 f"{_duration(time.time() - x.since)})" for x in self.ledger.in_the_way(request.ask)]  # fmt: skip
-        ahead = self.ledger.queue.index(request) if request in self.ledger.queue else 0
-        return found + ([f"{ahead} earlier request{'s' if ahead != 1 else ''}"] if ahead else [])
-
-    def view(self, connection: Connection, window: float) -> dict[str, Any]:
-        ledger, now = self.ledger, time.monotonic()
-        holder = {i: lease.id for lease in ledger.leases.values() for i in lease.tiles}
-        tiles = [{"path": t.path, "chip": t.chip, "cpus": t.cpus, "memory_node": t.memory_node, "gpu": t.gpu,
-                  "multiprocessors": t.multiprocessors, "lease": holder.get(t.index),
-                  "drained": ledger.drained.get(t.path)} for t in ledger.node.tiles]  # fmt: skip
-        leases = []
-        for lease in ledger.leases.values():
-            private = connection.uid in (0, lease.uid)
-            about = {"id": lease.id, "pid": lease.pid, "start": lease.start, "user": _user(lease.uid), "uid": lease.uid,
-                     "command": lease.command, "job": lease.job, "tiles": lease.tiles, "since": lease.since,
-                     "held_seconds": time.time() - lease.since, "hung": lease.id in self.hung,
-                     **self.usage[lease.id].about(window)}  # fmt: skip
-            if about["hung"]:
-                about["stuck_seconds"] = self.usage[lease.id].stuck_for()
-                about["stack"] = self._stack(lease.id) if private else ""
-            leases.append(about)
-        queue = [{"ask": str(w.ask), "user": _user(w.uid), "pid": w.pid, "command": w.command, "waited_seconds": now - w.since}
-                 for w in ledger.queue]  # fmt: skip
-        node = ledger.node
-        return {
-            "platform": node.platform, "title": node.title, "virtual": node.virtual, "note": node.note, "levels": node.levels,
-            "tiles": tiles, "leases": leases, "queue": queue, "window_seconds": window,
-            "daemon": {"pid": os.getpid(), "user": _user(os.getuid()), "started": self.started, "version": __version__,
-                       "folder": str(self.folder), "trouble": self.store.trouble, "installed": self.folder == INSTALLED},
-        }  # fmt: skip
-
-    def _stack(self, lease: str) -> str:
+    def stack(self, lease: str) -> str:
         with contextlib.suppress(OSError):
-            return self._file(lease, "stack").read_text(errors="replace")[-8000:]
+            fd = self.stacks.get(lease)
+            if fd is not None:
+                end = os.fstat(fd).st_size
+                return os.pread(fd, 8000, max(0, end - 8000)).decode("utf-8", "replace")
         return ""
 
 
-def _compute(node: Node, tiles: list[int]) -> dict[str, Any]:
-    """What a lease gives: where its threads may run, and how many there are to be."""
-    chosen = [node.tiles[i] for i in tiles]
-    cpus = sorted({cpu for t in chosen for cpu in t.cpus})
-    cores = [c for c in machine().cores if set(c.cpus) & set(cpus)]
-    gpus = sorted({t.gpu for t in chosen if t.gpu is not None})
-    return {"tiles": tiles, "paths": [t.path for t in chosen], "cpus": cpus, "gpus": gpus,
-            "num_cores": max(1, len(cores))}  # fmt: skip
-
-
-def _user(uid: int) -> str:
+def _fd_of(pid: int, number: int) -> int | None:
+    """A process's memory file, by the number that it has there; None where that is not ours to open."""
     try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
+        fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return None
+    if stat.S_ISREG(os.fstat(fd).st_mode) and is_memory(fd):
+        return fd
+    os.close(fd)
+    return None
 
 
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+def state_path(folder: Path) -> Path:
+    return (
+        Path(os.environ.get("STATE_DIRECTORY", "/var/lib/tilework")) / "state.db"
+        if folder == INSTALLED
+        else private(folder) / "state.db"
+    )
+
+
+def log_path(folder: Path) -> Path:
+    return Path("/var/log/tilework/daemon.log") if folder == INSTALLED else private(folder) / "daemon.log"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -478,29 +520,31 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--listen", default=None, metavar="HOST:PORT", help="read-only HTTP: /metrics, /tiles")
     parser.add_argument("--token-file", default=None, help="the token that HTTP clients must send")
     args = parser.parse_args(argv)
+    os.umask(0o022)
     try:
-        folder = run_folder() if not (os.geteuid() == 0 and INSTALLED.is_dir() and not args.auto) else INSTALLED
-        platform = args.platform if args.platform else None
-        daemon = Daemon(folder, platform, args.auto)
-        if args.auto and not daemon.fixed and asked_platform() not in (None, HOST):
+        service = os.geteuid() == 0 and INSTALLED.is_dir() and not args.auto and "TILEWORK_RUN" not in os.environ
+        folder = INSTALLED if service else run_folder()
+        daemon = Daemon(folder, args.platform, args.auto)
+        if args.auto and not daemon.fixed and asked_platform() is not None:
             daemon.ledger.node = detect(asked_platform(), daemon.site)
-        path = Path("/var/log/tilework/daemon.log") if folder == INSTALLED else daemon._private("daemon.log")
         handler: logging.Handler
         try:
-            handler = logging.handlers.RotatingFileHandler(path, maxBytes=2**20, backupCount=3)
+            handler = logging.handlers.RotatingFileHandler(log_path(folder), maxBytes=2**20, backupCount=3)
         except OSError:
             handler = logging.StreamHandler()
         logging.basicConfig(handlers=[handler], level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+        with contextlib.suppress(OSError, ValueError):  # whoever started us may have had few; we serve everybody
+            resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+        if args.listen:
+            from .endpoint import listen
+
+            listen(args.listen, args.token_file)
         if not daemon.open():
             print("a daemon serves this machine already", file=sys.stderr)
             return 0 if args.auto else 1
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: setattr(daemon, "stopping", True))
         signal.set_wakeup_fd(_wakeup(daemon))
-        if args.listen:
-            from .endpoint import listen
-
-            listen(args.listen, args.token_file)
         daemon.serve()
         daemon.stop()
         return 0

@@ -17,7 +17,7 @@ from . import client, messages
 def listen(address: str, token_file: str | None) -> ThreadingHTTPServer:
     """GET /metrics and GET /tiles, for who sends `Authorization: Bearer TOKEN`."""
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not port.isdigit() or int(port) > 65535:
         raise UserError("tiles-listen", f"{address!r} is no address", expected="HOST:PORT, such as 127.0.0.1:9464")
     if token_file is None:
         raise UserError("tiles-listen", "a network listener needs a token", fix="--token-file FILE, readable by the daemon alone")
@@ -29,10 +29,26 @@ def listen(address: str, token_file: str | None) -> ThreadingHTTPServer:
         raise UserError(
             "tiles-listen", f"{token_file}: the token is too short", found=f"{len(token)} characters", expected="16 or more"
         )
-    server = ThreadingHTTPServer((host, int(port)), type("Handler", (_Handler,), {"token": token}))
+    try:
+        server = _Server((host, int(port)), type("Handler", (_Handler,), {"token": token}))
+    except OSError as e:
+        raise UserError("tiles-listen", f"{address}: cannot listen there", found=str(e)) from e
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return server
+
+
+class _Server(ThreadingHTTPServer):
+    """At most a few requests at a time; broken clients are nobody's business."""
+
+    _room = threading.BoundedSemaphore(16)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        with self._room:
+            super().process_request_thread(request, client_address)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        pass
 
 
 class _Handler(BaseHTTPRequestHandler):

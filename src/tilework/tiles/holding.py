@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import math
 import os
 import shlex
 import signal
@@ -13,14 +14,22 @@ from collections.abc import Callable
 
 from ..errors import UserError
 from . import client
-from .asks import Ask, parse
 from .client import Lease
-from .topology import asked_platform, detect
+from .topology import asked_platform
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # a session may be forgotten, and so let go, in the middle of anything
 _held: Lease | None = None
 _users = 0
-_before: dict[int, set[int]] = {}  # thread -> the CPUs it could run on
+_before: set[int] = set()  # the CPUs that this process could use before it was pinned; kept by children
+
+
+def _in_a_child() -> None:
+    """A fork of a process with a lease has none. It is pinned as its parent is, until it takes a lease of its own."""
+    global _held, _users, _lock
+    _held, _users, _lock = None, 0, threading.RLock()
+
+
+os.register_at_fork(after_in_child=_in_a_child)
 
 
 def wanted() -> bool:
@@ -28,22 +37,25 @@ def wanted() -> bool:
     return os.environ.get("TILEWORK_LEASE", "1") not in ("0", "off", "no")
 
 
-def hold(tiles: str | int | Ask | None = None, report: Callable[[str], None] | None = None) -> Lease:
+def hold(tiles: str | int | None = None, report: Callable[[str], None] | None = None) -> Lease:
     """The process's lease, made if there is none. What the environment says (TILEWORK_TILES) comes before `tiles`."""
     global _held, _users
     with _lock:
-        if _held is not None and _held.pid == os.getpid():
+        if _held is not None:
             _users += 1
             return _held
-        text = os.environ.get("TILEWORK_TILES") or tiles
-        ask = text if isinstance(text, Ask) else Ask() if text is None else parse(str(text), detect())
+        text = str(os.environ.get("TILEWORK_TILES") or (tiles if tiles is not None else ""))
         say = report or (lambda line: print(f"tilework: {line}", file=sys.stderr, flush=True))
-        made = client.lease(ask, command=_command(), job=_job(), platform=asked_platform(), wait=_wait(), report=say)
-        if made.note:
-            say(made.note)
+        made = client.lease(text or None, command=_command(), job=_job(), platform=asked_platform(), wait=_wait(), report=say)
+        try:
+            if made.note:
+                say(made.note)
+            _pin(made, say)
+            _show_stacks(made)
+        except BaseException:
+            made.release()
+            raise
         _held, _users = made, 1
-        _pin(made, say)
-        _show_stacks(made)
         return made
 
 
@@ -51,7 +63,7 @@ def let_go(lease: Lease) -> bool:
     """One session less. The last one releases the tiles and gives the threads their CPUs back: True."""
     global _held, _users
     with _lock:
-        if _held is not lease or lease.pid != os.getpid():
+        if _held is not lease:
             return False
         _users -= 1
         if _users:
@@ -59,25 +71,28 @@ def let_go(lease: Lease) -> bool:
         _held = None
         with contextlib.suppress(ValueError, AttributeError):
             faulthandler.unregister(signal.SIGURG)
-        for thread, cpus in _before.items():
-            with contextlib.suppress(OSError):  # a thread that has ended
-                os.sched_setaffinity(thread, cpus)
-        _before.clear()
+        if _before:
+            _everywhere(_before)
+            _before.clear()
         lease.release()
         return True
 
 
 def _pin(lease: Lease, say: Callable[[str], None]) -> None:
     """All threads of this process, and all that they will start, run on the lease's CPUs only."""
-    allowed = os.sched_getaffinity(0) & set(lease.cpus)
+    could = set(_before) or os.sched_getaffinity(0)
+    allowed = could & set(lease.cpus)
     if not allowed:
         say(f"this process may not run on the CPUs of its tiles ({lease.cpus}): it is not pinned")
         return
-    _before.clear()
+    _before.update(could)
+    _everywhere(allowed)
+
+
+def _everywhere(cpus: set[int]) -> None:
     for name in os.listdir("/proc/self/task"):
-        with contextlib.suppress(OSError):
-            _before[int(name)] = os.sched_getaffinity(int(name))
-            os.sched_setaffinity(int(name), allowed)
+        with contextlib.suppress(OSError):  # a thread that has just ended
+            os.sched_setaffinity(int(name), cpus)
 
 
 def _show_stacks(lease: Lease) -> None:
@@ -100,6 +115,9 @@ def _wait() -> float | None:
     if not text:
         return None
     try:
-        return max(0.0, float(text))
+        seconds = float(text)
+        if math.isnan(seconds):
+            raise ValueError
+        return min(max(0.0, seconds), 1e9)
     except ValueError:
         raise UserError("tiles-wait", "TILEWORK_WAIT is not a number of seconds", found=text) from None

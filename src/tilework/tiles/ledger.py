@@ -6,6 +6,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from ..errors import UserError
 from .asks import Ask, capped
 from .placement import grants
@@ -24,12 +26,15 @@ class Waiting:
     job: str
     until: float  # on the monotonic clock
     whose: Any = None  # the daemon's connection
+    page: int = -1  # descriptor numbers in the client
+    stack: int = -1
     capped: str = ""
     since: float = field(default_factory=time.monotonic)
 
 
-@dataclass(eq=False)
-class Lease:
+class Lease(msgspec.Struct, eq=False, forbid_unknown_fields=True):
+    """Also what is written down for the next daemon."""
+
     id: str
     tiles: tuple[int, ...]
     uid: int
@@ -39,6 +44,8 @@ class Lease:
     job: str
     platform: str
     since: float  # wall clock, seconds
+    page: int = -1  # descriptor numbers in the process
+    stack: int = -1
 
 
 class Ledger:
@@ -83,21 +90,17 @@ class Ledger:
             return ask.count
         return (ask.chips or 1) * len(next(c for c in self.node.chips if (c[0].gpu is not None) == ask.gpu))
 
-    def next(self) -> list[tuple[Waiting, list[int]]]:
-        """Who is served now. They leave the queue; the caller makes their leases before it asks again.
+    def next_one(self) -> tuple[Waiting, list[int]] | None:
+        """Who is served now. He leaves the queue; the caller makes his lease before it asks again.
 
         A user at his limit steps aside: he must not keep others waiting for what he himself holds."""
-        most, held, able = self.limits.tiles_per_user, dict[int, int](), []
-        for request in self.queue:
-            size = self._size(request.ask)
-            now = held.setdefault(request.uid, self.held_by(request.uid))
-            if most is None or now + size <= most:
-                held[request.uid] = now + size
-                able.append((request, request.ask))
-        made = [(w, tiles) for w, tiles in grants(self.node, self.free, self.usable, able) if isinstance(w, Waiting)]
-        for request, _ in made:
+        most = self.limits.tiles_per_user
+        able = [(w, w.ask) for w in self.queue if most is None or self.held_by(w.uid) + self._size(w.ask) <= most]
+        for request, tiles in grants(self.node, self.free, self.usable, able):
+            assert isinstance(request, Waiting)
             self.queue.remove(request)
-        return made
+            return request, tiles
+        return None
 
     def forget(self, request: Waiting) -> None:
         if request in self.queue:

@@ -2,40 +2,46 @@
 lock when the process ends, however it ends. Children do not inherit it. A daemon that starts finds all live leases in this way,
 whatever became of the one before it, of its disk or of its memory.
 
-A lock is lost when its process closes any descriptor of the file: in a process with a lease, nothing else may open it.
+The file belongs to the daemon, nobody else can open it, and the client's descriptor is for reading only: so the lock is a shared
+one, and that it is there at all is what counts. It is lost when its process closes any descriptor of the file.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import struct
 from pathlib import Path
+
+_FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, length, pid
 
 
 def take(fd: int) -> None:
-    """Lock for this process. OSError if another one has it."""
-    fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    """Lock for this process. OSError where somebody stands in the way."""
+    fcntl.lockf(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
-def holders() -> dict[tuple[int, int, int], int]:
-    """(major, minor, inode) -> pid, for every write lock on this machine."""
-    found = {}
+def holder(fd: int) -> int | None:
+    """The process that has locked a file, by one of our own descriptors of it."""
+    kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)))
+    return None if kind == fcntl.F_UNLCK else pid
+
+
+def holder_of(path: Path) -> int | None:
+    """The same for a file that we may not open: by the kernel's list."""
+    try:
+        info = path.lstat()
+    except OSError:
+        return None
+    wanted = (os.major(info.st_dev), os.minor(info.st_dev), info.st_ino)
     with open("/proc/locks") as f:
         for line in f:
             words = line.split()
-            if len(words) >= 8 and words[1] == "POSIX" and words[3] == "WRITE":
+            if len(words) >= 8 and words[1] == "POSIX":
                 major, minor, inode = words[5].split(":")
-                found[int(major, 16), int(minor, 16), int(inode)] = int(words[4])
-    return found
-
-
-def key(path: Path) -> tuple[int, int, int] | None:
-    """How the kernel's list calls a file."""
-    try:
-        info = path.stat()
-    except OSError:
-        return None
-    return os.major(info.st_dev), os.minor(info.st_dev), info.st_ino
+                if (int(major, 16), int(minor, 16), int(inode)) == wanted:
+                    return int(words[4])
+    return None
 
 
 def start_time(pid: int) -> int | None:

@@ -63,7 +63,10 @@ def numbers(text: str) -> list[int]:
     for part in text.strip().split(","):
         if part:
             first, _, last = part.partition("-")
-            found += range(int(first), int(last or first) + 1)
+            begin, end = int(first), int(last or first)
+            if end < begin or end - begin > 2**16:
+                raise ValueError(part)
+            found += range(begin, end + 1)
     return found
 
 

@@ -14,7 +14,12 @@ LARGEST_REPLY = 192 * 1024
 
 
 class LeaseRequest(msgspec.Struct, tag="lease", forbid_unknown_fields=True):
-    ask: Ask
+    """Two descriptors come with it: the client's page, and the memory file for its stacks."""
+
+    text: str = ""  # what to lease, as asks.py reads it; empty: one chip
+    ask: Ask | None = None  # the same, already read
+    page: int = -1  # the numbers of the two descriptors in the client: a later daemon finds them by these
+    stack: int = -1
     command: str = ""
     job: str = ""
     platform: str | None = None
@@ -59,6 +64,11 @@ def decode(packet: bytes) -> Request:
         return _decoder.decode(packet)
     except (RecursionError, UnicodeDecodeError) as e:
         raise msgspec.DecodeError(str(e)) from e
+
+
+def printable(text: str, length: int) -> str:
+    """For anybody's terminal: no control characters, one line, not too long."""
+    return "".join(c if c.isprintable() else "?" for c in text[:length])
 
 
 def ask_daemon(connection: socket.socket, request: Request) -> dict[str, Any]:

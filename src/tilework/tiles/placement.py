@@ -80,6 +80,6 @@ def grants(node: Node, free: Set[int], usable: Set[int], queue: Sequence[tuple[o
         if tiles is not None:
             made.append((request, tiles))
             left -= set(tiles)
-        elif not kept:
+        elif not kept and choose(node, usable, ask) is not None:  # what drained tiles make impossible keeps nobody waiting
             kept = useful(node, usable, ask)
     return made

@@ -1,7 +1,8 @@
-"""Where the daemon and its clients meet on this machine.
+"""Where the daemon and its clients meet on this machine: one place for all, so that there are never two views of the same tiles.
 
-Installed (systemd): /run/tilework belongs to root, and so does the daemon. Otherwise everybody shares a world-writable, sticky
-directory, and whoever needs the daemon first starts it; TILEWORK_RUN names another directory (for tests, or one user alone).
+Installed (systemd): /run/tilework belongs to root, and so does the daemon. Otherwise everybody shares a sticky directory in the
+machine's shared memory, and whoever needs the daemon first starts it. TILEWORK_RUN names another directory (for tests, or one
+user alone). In a shared directory nothing that others may have put there is followed, waited for or believed without a check.
 """
 
 from __future__ import annotations
@@ -13,33 +14,61 @@ from pathlib import Path
 from ..errors import MachineError
 
 INSTALLED = Path("/run/tilework")
-SHARED = (Path("/run/lock/tilework"), Path("/tmp/tilework"))
+SHARED = Path("/dev/shm/tilework")
+LARGEST = 64 * 1024  # bytes of any small file that we read there
 
 
 def run_folder() -> Path:
     own = os.environ.get("TILEWORK_RUN")
     if own:
-        return _made(Path(own))
-    if (INSTALLED / "daemon.lock").exists():
+        return made(Path(own).absolute())
+    if (INSTALLED / "daemon.address").exists():
         return INSTALLED
-    for place in SHARED:
-        if os.access(place.parent, os.W_OK) or place.is_dir():
-            return _made(place)
-    raise MachineError("tiles-folder", "there is no directory where this machine's leases can be kept",
-                       expected=f"one of {', '.join(map(str, (INSTALLED, *SHARED)))}",
-                       fix="set TILEWORK_RUN to a directory that you can write to")  # fmt: skip
+    return made(SHARED)
 
 
-def _made(place: Path) -> Path:
+def made(place: Path, mode: int = 0o1777) -> Path:
     try:
         place.mkdir()
-        place.chmod(0o1777)
+        place.chmod(mode)
     except FileExistsError:
         pass
     except OSError as e:
-        raise MachineError("tiles-folder", f"{place}: the directory of leases cannot be made", found=str(e)) from e
-    info = place.lstat()
-    if not stat.S_ISDIR(info.st_mode):  # a link that somebody left there would lead all of us astray
+        raise MachineError("tiles-folder", f"{place}: the directory of leases cannot be made", found=str(e),
+                           fix="set TILEWORK_RUN to a directory that you can write to") from e  # fmt: skip
+    if not stat.S_ISDIR(place.lstat().st_mode):  # a link that somebody left there would lead all of us astray
         raise MachineError("tiles-folder", f"{place}: expected a directory", found="something else (a link?)",
                            fix="remove it, or set TILEWORK_RUN")  # fmt: skip
     return place
+
+
+def private(folder: Path) -> Path:
+    """Of one user: the daemon's log and history, and who starts it. In the installed folder everything is root's already."""
+    if folder == INSTALLED:
+        return folder
+    place = made(folder / f"user-{os.getuid()}", 0o700)
+    if place.lstat().st_uid != os.getuid():
+        raise MachineError("tiles-folder", f"{place}: this directory should be yours",
+                           found=f"it belongs to user {place.lstat().st_uid}", fix="let root remove it")  # fmt: skip
+    return place
+
+
+def open_plain(path: Path, flags: int, mode: int = 0o644) -> int:
+    """Opens a plain file: no link is followed, no pipe waited for. The mode holds whatever the umask is."""
+    existed = path.exists()
+    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+    info = os.fstat(fd)
+    if not stat.S_ISREG(info.st_mode):
+        os.close(fd)
+        raise OSError(f"{path} is not a plain file")
+    if not existed and info.st_uid == os.geteuid():
+        os.fchmod(fd, mode)
+    return fd
+
+
+def read_plain(path: Path) -> str:
+    fd = open_plain(path, os.O_RDONLY)
+    try:
+        return os.read(fd, LARGEST).decode("utf-8", "replace")
+    finally:
+        os.close(fd)

@@ -28,6 +28,7 @@ import msgspec
 
 from ..errors import UserError
 
+MOST_TILES = 1024
 PLACES = ("/etc/tilework/site.toml", "~/.config/tilework/site.toml")
 
 
@@ -57,7 +58,14 @@ def site_path() -> Path | None:
     own = os.environ.get("TILEWORK_SITE")
     if own:
         return Path(own)
-    return next((p for text in PLACES if (p := Path(text).expanduser()).exists()), None)
+    for text in PLACES:
+        path = Path(text).expanduser() if not text.startswith("~") or os.environ.get("HOME") else None
+        try:
+            if path is not None and path.exists():
+                return path
+        except OSError:  # somebody else's home
+            continue
+    return None
 
 
 def read_site(path: Path | None = None) -> Site:
@@ -83,6 +91,8 @@ def read_site(path: Path | None = None) -> Site:
             if not 1 <= getattr(shape, key) <= 4096:
                 raise _wrong(path, _line_of_key(text, f"`$.shape.{key}`"), f"shape.{key} must be from 1 to 4096")
         total = shape.boards * shape.chips * shape.tiles
+        if total > MOST_TILES:
+            raise _wrong(path, _line_of_key(text, "`$.shape.tiles`"), f"{total} tiles in all; at most {MOST_TILES}")
         if shape.cpus is not None and len(shape.cpus) != total:
             raise _wrong(path, _line_of_key(text, "`$.shape.cpus`"), f"shape.cpus has {len(shape.cpus)} lists for {total} tiles")
     for key in ("tiles_per_user", "requests_per_user", "wait_seconds", "hung_seconds"):

@@ -25,7 +25,8 @@ class Store:
         self.path, self.trouble = path, ""
         self._db: sqlite3.Connection | None = None
         try:
-            self._db = sqlite3.connect(path, isolation_level=None, timeout=1)
+            path.touch(0o600)
+            self._db = sqlite3.connect(path, isolation_level=None, timeout=0)  # nobody else has business there: never wait
             self._db.execute("pragma journal_mode=wal")
             self._db.execute("pragma synchronous=normal")
             self._db.executescript(_TABLES)

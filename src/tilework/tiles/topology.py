@@ -138,6 +138,10 @@ def _shaped(name: str, shape: Shape, cores: Sequence[Core]) -> Node:
         if shape.cpus is not None:
             cpus = tuple(shape.cpus[i])
             own = [c for c in cores if set(c.cpus) & set(cpus)]
+            missing = set(cpus) - {cpu for c in cores for cpu in c.cpus}
+            if missing or not cpus:
+                raise UserError("site-file", f"shape.cpus gives tile {i} CPUs that this machine does not have",
+                                found=str(sorted(missing) or "none at all"), fix="see lscpu")  # fmt: skip
         else:
             own = list(cores[i * n // total : max(i * n // total + 1, (i + 1) * n // total)])
             cpus = tuple(sorted(cpu for c in own for cpu in c.cpus))

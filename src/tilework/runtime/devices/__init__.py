@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from ...artifact.reader import Artifact
-from ...tiles.page import EXEC, Page
+from ...tiles.page import EXEC, Slot
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Bound(Protocol):
 class Metered:
     """A bound call of a device that does not keep the page itself."""
 
-    def __init__(self, bound: Bound, call: Call, page: Page) -> None:
+    def __init__(self, bound: Bound, call: Call, page: Slot) -> None:
         self._bound, self._page = bound, page
         self._steps = call.num_steps if call.counts else 0
 

@@ -18,7 +18,7 @@ import torch
 
 from ...artifact.reader import Artifact
 from ...errors import BugError, MachineError, UserError
-from ...tiles.page import Page
+from ...tiles.page import Slot
 from . import Call, NotANumber
 
 _NAN = 2
@@ -113,7 +113,7 @@ class Device:
         if len(cores) > 1 and torch.get_num_threads() == len(cores) and os.environ.get("TILEWORK_PIN", "1") != "0":
             self.driver.tilework_pin((c_int32 * len(cores))(*cores), len(cores))
 
-    def meter(self, page: Page, loss: str | None) -> bool:
+    def meter(self, page: Slot, loss: str | None) -> bool:
         """Time is written to the page by native code. False: this artifact's driver is older than that."""
         if not hasattr(self.driver, "tilework_meter"):
             return False

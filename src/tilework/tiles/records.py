@@ -1,0 +1,69 @@
+"""What is written down of each lease for the next daemon: lease-<id>.json, beside lease-<id>.lock, which its process has locked.
+
+In a shared folder anybody can leave files, so a record is read with care, and its name is taken from the file alone."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+from pathlib import Path
+
+import msgspec
+
+from ..errors import MachineError
+from . import locks
+from .ledger import Lease
+from .places import open_plain, read_plain
+
+log = logging.getLogger("tilework.tiles")
+_NAME = re.compile(r"lease-([0-9a-f]{12})\.json")
+
+
+def file(folder: Path, lease: str, kind: str) -> Path:
+    return folder / f"lease-{lease}.{kind}"
+
+
+def write(folder: Path, lease: Lease) -> None:
+    """Whole or not at all."""
+    part = file(folder, lease.id, "part")
+    try:
+        fd = open_plain(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        try:
+            os.write(fd, msgspec.json.encode(lease))
+        finally:
+            os.close(fd)
+        part.rename(file(folder, lease.id, "json"))
+    except OSError:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise
+
+
+def read_all(folder: Path) -> list[Lease]:
+    """All records that can be believed. One that cannot be read, but whose lease is alive, is a reason not to serve at all."""
+    found = []
+    for path in sorted(folder.glob("lease-*.json")):
+        name = _NAME.fullmatch(path.name)
+        if name is None:
+            continue
+        try:
+            lease = msgspec.json.decode(read_plain(path).encode(), type=Lease)
+            if lease.id != name[1]:
+                raise ValueError("a record of another lease")
+            found.append(lease)
+        except PermissionError as e:
+            if locks.holder_of(file(folder, name[1], "lock")):
+                raise MachineError("tiles-folder", f"{path}: a live lease cannot be read", found=str(e),
+                                   fix="run the daemon as root, or end that session") from e  # fmt: skip
+        except (OSError, ValueError, RecursionError, msgspec.DecodeError) as e:
+            log.warning("%s is no record of a lease: %s", path, e)
+            remove(folder, name[1])
+    return found
+
+
+def remove(folder: Path, lease: str) -> None:
+    for kind in ("json", "lock", "part"):
+        with contextlib.suppress(OSError):
+            file(folder, lease, kind).unlink()

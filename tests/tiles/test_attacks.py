@@ -1,0 +1,288 @@
+"""What somebody else, or bad luck, could do to leases."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from conftest import daemon_pid, kill_daemon, leases_when, python_for_all
+from tilework.errors import MachineError, TileworkError, UserError
+from tilework.tiles import client, holding, messages
+from tilework.tiles.asks import Ask
+
+HERE = os.getpid()
+
+
+def ask(connection: socket.socket, tiles: tuple[int, ...], **more: object) -> None:
+    memory = [os.memfd_create("page"), os.memfd_create("stack")]
+    request = messages.LeaseRequest(ask=Ask(tiles=tiles), **more)  # type: ignore[arg-type]
+    socket.send_fds(connection, [messages.encode(request)], memory)
+    for fd in memory:
+        os.close(fd)
+
+
+def test_a_client_that_closes_its_ears_gives_nobody_a_tile_twice(run_folder: Path, holder) -> None:
+    """One of several who are served at once cannot be told. What it was to get goes on to the next, and to nobody else."""
+    mine = client.lease(Ask(tiles=(0, 1)))
+    deaf = client.connect()
+    ask(deaf, (0,))
+    deaf.recv(65536)  # "waiting"
+    deaf.shutdown(socket.SHUT_RD)
+    others = [holder("tiles:1"), holder("0-1")]
+    leases_when(lambda _: len(client.view()["queue"]) == 3)
+    mine.release()
+    leases = leases_when(lambda found: len(found) == 1)
+    time.sleep(0.5)
+    leases = client.view()["leases"]
+    taken = [i for lease in leases for i in lease["tiles"]]
+    assert len(taken) == len(set(taken)) and leases[0]["pid"] in [p.pid for p in others]
+    deaf.close()
+
+
+def test_the_umask_of_whoever_starts_it(run_folder: Path, holder) -> None:
+    before = os.umask(0o077)
+    try:
+        process = holder("tiles:0")
+        process.stdout.readline()
+    finally:
+        os.umask(before)
+    record = next(run_folder.glob("lease-*.json"))
+    assert stat.S_IMODE(record.stat().st_mode) == 0o644
+    assert stat.S_IMODE(next(run_folder.glob("lease-*.lock")).stat().st_mode) == 0o600
+    assert stat.S_IMODE((run_folder / "daemon.address").stat().st_mode) == 0o666
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["[" * 60_000, "{}", '{"id":"x"}', "null", '{"id":"aaaaaaaaaaaa","tiles":["0"]}', "\0" * 100],
+    ids=["deep", "empty", "short", "null", "wrong", "zeros"],
+)
+def test_forged_records(run_folder: Path, content: str) -> None:
+    client.view()
+    kill_daemon(run_folder)
+    (run_folder / "lease-aaaaaaaaaaaa.json").write_text(content)
+    assert client.lease(Ask(tiles=(0,)), wait=0).tiles == [0]
+
+
+def test_a_record_that_leads_elsewhere(run_folder: Path, open_folder: Path) -> None:
+    client.view()
+    kill_daemon(run_folder)
+    secret = open_folder / "secret.json"
+    secret.write_text("precious")
+    about = {"id": "x/../../secret", "tiles": [0], "uid": 0, "pid": HERE, "start": 1, "command": "", "job": "",
+             "platform": "host", "since": 0.0}  # fmt: skip
+    (run_folder / "lease-x").mkdir()
+    (run_folder / "lease-aaaaaaaaaaaa.json").write_text(json.dumps(about))
+    (run_folder / "lease-bbbbbbbbbbbb.json").symlink_to(secret)
+    os.mkfifo(run_folder / "lease-cccccccccccc.json")
+    assert client.lease(Ask(tiles=(0,)), wait=0).tiles == [0]
+    assert secret.read_text() == "precious"
+
+
+def test_links_and_pipes_in_the_daemons_place(run_folder: Path, open_folder: Path) -> None:
+    run_folder.mkdir()
+    victim = open_folder / "victim"
+    victim.write_text("precious")
+    for name in ("daemon.lock", "daemon.address"):
+        (run_folder / name).symlink_to(victim)
+    with pytest.raises(MachineError):
+        client.view()
+    assert victim.read_text() == "precious"
+    for name in ("daemon.lock", "daemon.address"):
+        (run_folder / name).unlink()
+        os.mkfifo(run_folder / name)
+    begin = time.monotonic()
+    with pytest.raises(MachineError):
+        client.view()
+    assert time.monotonic() - begin < 30
+    (run_folder / "daemon.address").unlink()
+
+
+def test_what_others_wrote_does_not_reach_the_terminal(run_folder: Path) -> None:
+    lease = client.lease(Ask(tiles=(0,)), command="[/x] \x1b]0;PWNED\x07\x1b[2J\n/XRDU_9/RDU_9/TILE_9 \udcff", job="\x1b[31m")
+    tools = [["sambaflow.tools.sntilestat"], ["tilework.cli.main", "tiles"], ["tilework.cli.main", "top", "--once"]]
+    for words in tools:
+        done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True)
+        assert done.returncode == 0 and "\x1b" not in done.stdout and "\n/XRDU_9" not in done.stdout, done
+    lease.release()
+
+
+def test_drained_tiles_and_a_large_request_keep_nobody_waiting(run_folder: Path) -> None:
+    path = client.view()["tiles"][1]["path"]
+    with client.talking() as say:
+        say(messages.Drain(path, True))
+    greedy = client.connect()
+    ask(greedy, (0, 1), wait=1e9)
+    assert b"waiting" in greedy.recv(65536)
+    assert client.lease(Ask(tiles=(0,)), wait=2).tiles == [0]
+    with pytest.raises(UserError, match="1 drained"):
+        client.lease(Ask(tiles=(1,)), wait=0)
+    # Another platform would give the same core another name.
+    assert "in use" in client.lease(Ask(count=1), platform="SN10-8", wait=0.1).note if len(client.view()["tiles"]) > 2 else True
+    greedy.close()
+
+
+def test_a_daemon_that_is_stopped(run_folder: Path, monkeypatch) -> None:
+    """Clients say so after a while; a process that ends is not held up."""
+    monkeypatch.setattr(client, "ANSWER_SECONDS", 1.0)
+    lease = client.lease(Ask(tiles=(0,)))
+    pid = daemon_pid(run_folder)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        for question in (client.view, lambda: client.lease(Ask(tiles=(1,)), wait=1)):
+            begin = time.monotonic()
+            with pytest.raises(MachineError, match="does not answer"):
+                question()
+            assert time.monotonic() - begin < 10
+        begin = time.monotonic()
+        lease.release()
+        assert time.monotonic() - begin < 1
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    leases_when(lambda found: not found)
+
+
+def test_a_fork_of_a_holder(run_folder: Path) -> None:
+    """The child takes and gives back a lease of its own; the parent's pinning and lease stay as they are."""
+    before = os.sched_getaffinity(0)
+    lease = holding.hold("tiles:0")
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        with contextlib.suppress(BaseException):
+            own = holding.hold("tiles:1", lambda _: None)
+            pinned = sorted(os.sched_getaffinity(0)) == own.cpus
+            holding.let_go(own)
+            os.write(write, json.dumps([own.tiles, pinned, os.sched_getaffinity(0) == before]).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(write)
+    assert json.loads(os.read(read, 1000)) == [[1], True, True]
+    os.close(read)
+    assert os.sched_getaffinity(0) == set(lease.cpus) and [x["pid"] for x in client.view()["leases"]] == [HERE]
+    assert holding.let_go(lease) and os.sched_getaffinity(0) == before
+
+
+def test_threads_that_started_under_a_lease_are_free_afterwards(run_folder: Path) -> None:
+    import threading
+
+    before, end = os.sched_getaffinity(0), threading.Event()
+    lease = holding.hold("tiles:0")
+    thread = threading.Thread(target=end.wait)
+    thread.start()
+    assert os.sched_getaffinity(thread.native_id) == set(lease.cpus)
+    holding.let_go(lease)
+    assert os.sched_getaffinity(thread.native_id) == before
+    end.set()
+    thread.join()
+
+
+@pytest.mark.parametrize("text", ["0-99999999999", "7-3", "5000000", "0-5000", "chips:99999999"])
+def test_wild_wishes(run_folder: Path, text: str) -> None:
+    try:
+        lease = client.lease(text, wait=0)
+        assert lease.note
+        lease.release()
+    except TileworkError as e:
+        assert e.id == "tiles-ask"
+
+
+def test_a_site_file_that_is_wrong_is_named(run_folder: Path, tmp_path: Path, monkeypatch) -> None:
+    site = tmp_path / "site.toml"
+    site.write_text("[limits]\nhung = 1\n")
+    monkeypatch.setenv("TILEWORK_SITE", str(site))
+    with pytest.raises(MachineError, match=r"site\.toml:2: .*unknown field"):
+        client.view()
+
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="another user can be had by root alone")
+
+
+@needs_root
+def test_another_user_cannot_stand_in_the_way(run_folder: Path) -> None:
+    """Files of leases cannot be opened, so they cannot be locked; nor can those that the next daemon needs be waited for."""
+    client.lease(Ask(tiles=(0,)))
+    python, env = python_for_all()
+    code = """
+import fcntl, glob, os, sys
+for path in glob.glob(sys.argv[1] + "/*.lock") + glob.glob(sys.argv[1] + "/user-0/*") + glob.glob(sys.argv[1] + "/lease-*"):
+    try:
+        fd = os.open(path, os.O_RDWR)
+        print("opened", os.path.basename(path))
+    except OSError:
+        pass
+"""
+    done = subprocess.run([python, "-c", code, str(run_folder)], user=65534, group=65534, extra_groups=[], text=True, env=env,
+                          capture_output=True)  # fmt: skip
+    assert done.stdout.split() == ["opened", "daemon.lock"], done  # which every user's daemon needs in a shared folder
+
+
+@needs_root
+def test_a_flood_of_requests_from_another_user(run_folder: Path) -> None:
+    """Many connections that ask for views all the time: others still get a lease in well under a second."""
+    client.view()
+    python, env = python_for_all()
+    code = """
+import time
+from tilework.tiles import client, messages
+connections = [client.connect() for _ in range(100)]
+print("ready", flush=True)
+end = time.monotonic() + 6
+while time.monotonic() < end:
+    for c in connections:
+        try:
+            c.send(messages.encode(messages.View()))
+            c.recv(200000)
+        except OSError:
+            pass
+"""
+    flood = subprocess.Popen(
+        [python, "-c", code], user=65534, group=65534, extra_groups=[], env=env, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert flood.stdout.readline() == "ready\n"
+        times = []
+        for _ in range(10):
+            begin = time.monotonic()
+            client.lease(Ask(tiles=(0,)), wait=5).release()
+            times.append(time.monotonic() - begin)
+        assert sorted(times)[5] < 0.5, times
+    finally:
+        flood.kill()
+        flood.wait()
+
+
+def test_locks_are_what_they_seem(tmp_path: Path) -> None:
+    from tilework.tiles import locks
+
+    path = tmp_path / "x"
+    own = os.open(path, os.O_RDWR | os.O_CREAT)
+    child = os.fork()
+    if not child:
+        theirs = os.open(path, os.O_RDONLY)
+        locks.take(theirs)
+        time.sleep(30)
+        os._exit(0)
+    try:
+        until = time.monotonic() + 5
+        while locks.holder(own) is None and time.monotonic() < until:
+            time.sleep(0.01)
+        assert locks.holder(own) == child == locks.holder_of(path)
+        with pytest.raises(OSError):
+            fcntl.lockf(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert locks.holder(own) is None and locks.holder_of(path) is None
+    os.close(own)
