@@ -116,8 +116,10 @@ def test_a_reused_pid_holds_nothing(run_folder: Path) -> None:
     about = {"id": "aaaaaaaaaaaa", "tiles": [0], "uid": 0, "pid": HERE, "start": 1, "command": "", "job": "", "platform": "host",
              "since": 0.0}  # fmt: skip
     (run_folder / "lease-aaaaaaaaaaaa.json").write_text(json.dumps(about))
-    (run_folder / "lease-aaaaaaaaaaaa.lock").write_bytes(b"")
+    for name in ("lease-aaaaaaaaaaaa.lock", "lease-bbbbbbbbbbbb.lock", "lease-cccccccccccc.part"):
+        (run_folder / name).write_bytes(b"")
     assert client.lease(Ask(tiles=(0,)), wait=0).tiles == [0]
+    assert len(list(run_folder.glob("lease-*"))) == 2, "what a daemon left when it died is cleared away"
 
 
 def test_a_daemon_that_dies_while_somebody_waits(run_folder: Path, holder) -> None:

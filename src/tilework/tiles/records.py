@@ -60,6 +60,10 @@ def read_all(folder: Path) -> list[Lease]:
         except (OSError, ValueError, RecursionError, msgspec.DecodeError) as e:
             log.warning("%s is no record of a lease: %s", path, e)
             remove(folder, name[1])
+    for path in [*folder.glob("lease-*.lock"), *folder.glob("lease-*.part")]:  # of a daemon that died while it wrote
+        name = re.fullmatch(r"lease-([0-9a-f]{12})\.\w+", path.name)
+        if name is not None and not file(folder, name[1], "json").exists() and not locks.holder_of(path):
+            remove(folder, name[1])
     return found
 
 
