@@ -80,9 +80,12 @@ def test_the_seeds_own_lines() -> None:
 def test_static_configuration() -> None:
     same_as_golden("snconfig_static.txt", snconfig.static(detect("SN10-8", Site(), FOUR), FOUR, banner=False).replace(
         snconfig.processor(), "PROCESSOR"))  # fmt: skip
-    gpu = Machine(FOUR.cores, (Gpu(0, "H200", "1650", 132, 150 * 2**30, 0),), {0: 2**30})
+    link = Link("0000:02:00.0", "32.0 GT/s PCIe", 16, 0)
+    gpu = Machine(FOUR.cores, (Gpu(0, "H200", "1650", 132, 150 * 2**30, 0, link.address),), {0: 2**30}, (link,))
     text = snconfig.static(detect("host", Site(), gpu), gpu)
     assert "Model             : H200" in text and "33 multiprocessors" in text and "Size              : 150.0 GB" in text
+    first, second = text.split("XRDU_1")[:2]
+    assert "Number of PCIES: 0" in first and "Bandwidth         : 63 GB/s" in second
     assert re.search(r"Static Info.*Timestamp: \d{4}-\d\d-\d\d", text, re.S)
 
 
@@ -109,11 +112,7 @@ def test_the_commands(run_folder: Path, holder) -> None:
     process = holder("tiles:0-3", TILEWORK_PLATFORM="SN30-8")
     process.stdout.readline()
     lines = tool("sntilestat").splitlines()
-    assert len(lines) == 66 and lines[1].split()[7:10] == [
-        str(process.pid),
-        "root" if not os.getuid() else lines[1].split()[8],
-        "python",
-    ]
+    assert len(lines) == 66 and lines[1].split()[7] == str(process.pid) and lines[1].split()[9].startswith("python")
     assert lines[-1].startswith("# 64 virtual tiles")
     rows = json.loads(tool("sntilestat", "--json", "--skip-idle"))
     assert [r["pid"] for r in rows] == [process.pid] * 4

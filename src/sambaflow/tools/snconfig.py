@@ -6,12 +6,12 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tilework.errors import TileworkError
 from tilework.tiles.client import view
-from tilework.tiles.machine import Machine, machine, processor
+from tilework.tiles.machine import Link, Machine, machine, processor
 from tilework.tiles.topology import Node, detect
 
 _LINE = "=" * 54
@@ -51,7 +51,9 @@ def static(node: Node, here: Machine, banner: bool = True) -> str:
                 lines.append("                Serial Number     : N/A")
                 share = f"{tile.multiprocessors or 'N/A'} multiprocessors" if gpu else ",".join(map(str, tile.cpus))
                 lines.append(f"                {'Share' if gpu else 'CPUs '}             : {share}")
-            lines += _links(here, near)
+            gpus = {g.address for g in here.gpus}
+            lines += _links([k for k in here.links if (k.address == gpu.address if gpu else
+                                                       k.memory_node in near and k.address not in gpus)])  # fmt: skip
             memory = [(f"DIMM_{chr(65 + n % 26)}0", here.memory.get(n, 0)) for n in sorted(near)]
             if gpu is not None:
                 memory = [("HBM", gpu.memory_bytes)]
@@ -65,8 +67,7 @@ def static(node: Node, here: Machine, banner: bool = True) -> str:
     return "\n".join(lines)
 
 
-def _links(here: Machine, near: set[int]) -> Iterator[str]:
-    links = [link for link in here.links if link.memory_node in near]
+def _links(links: Sequence[Link]) -> Iterator[str]:
     yield f"            Number of PCIES: {len(links)}"
     for i, link in enumerate(links):
         rate = float(link.speed.split()[0])

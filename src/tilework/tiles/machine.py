@@ -31,6 +31,7 @@ class Gpu:
     multiprocessors: int
     memory_bytes: int
     memory_node: int
+    address: str = ""  # on the PCI bus
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,8 @@ class Machine:
 @cache
 def machine() -> Machine:
     cores = _cores()
-    return Machine(cores, _gpus(), {n: _memory(n) for n in sorted({c.memory_node for c in cores})}, _links())
+    nodes = sorted({c.memory_node for c in cores})
+    return Machine(cores, _gpus(), {n: _memory(n, len(nodes) == 1) for n in nodes}, _links())
 
 
 def numbers(text: str) -> list[int]:
@@ -103,8 +105,9 @@ def _cores() -> tuple[Core, ...]:
     return tuple(sorted(cores, key=lambda c: (c.package, c.memory_node, c.cpus)))
 
 
-def _memory(node: int) -> int:
-    for line in _read(SYS / f"devices/system/node/node{node}/meminfo").splitlines():
+def _memory(node: int, alone: bool) -> int:
+    """Of a memory node; of the whole machine where there is only one, because memory may be plugged in beside any node."""
+    for line in _read(SYS / f"devices/system/node/node{node}/meminfo").splitlines() if not alone else ():
         if "MemTotal:" in line:
             return int(line.split()[-2]) * 1024
     for line in _read(Path("/proc/meminfo")).splitlines():
@@ -141,7 +144,7 @@ def _gpus() -> tuple[Gpu, ...]:
                 serial = pynvml.nvmlDeviceGetSerial(handle)
             found.append(Gpu(i, str(name), str(serial), _multiprocessors(i),
                              int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
-                             max(0, int(_read(SYS / f"bus/pci/devices/{address}/numa_node", "0") or 0))))  # fmt: skip
+                             max(0, int(_read(SYS / f"bus/pci/devices/{address}/numa_node", "0") or 0)), address))  # fmt: skip
     except pynvml.NVMLError:
         return _gpus_by_tool()
     return tuple(found)
@@ -159,7 +162,8 @@ def _gpus_by_tool() -> tuple[Gpu, ...]:
         index, name, serial, memory, address = (part.strip() for part in line.split(","))
         node = int(_read(SYS / f"bus/pci/devices/{address.lower()[-12:]}/numa_node", "0") or 0)
         size = int(memory) * 2**20 if memory.isdigit() else 0
-        found.append(Gpu(int(index), name, serial.strip("[]"), _multiprocessors(int(index)), size, max(0, node)))
+        found.append(Gpu(int(index), name, serial.strip("[]"), _multiprocessors(int(index)), size, max(0, node),
+                         address.lower()[-12:]))  # fmt: skip
     return tuple(found)
 
 
