@@ -91,10 +91,12 @@ def main() -> None:
         artifact = Path(folder) / "m.pef"
         subprocess.run([sys.executable, "-c", COMPILE, str(artifact)], check=True, env=env)
         found: dict[str, list[float]] = {}
-        for _ in range(args.rounds):
+        for i in range(args.rounds):
             for kind in ("tiles", "eager"):
-                alone = rates(kind, [0], artifact, args.seconds, env)[0]
-                beside = rates(kind, [0, 1], artifact, args.seconds, env)
+                runs = {}
+                for cores in [[0], [0, 1]] if i % 2 else [[0, 1], [0]]:  # neither is always first
+                    runs[len(cores)] = rates(kind, cores, artifact, args.seconds, env)
+                alone, beside = runs[1][0], runs[2]
                 found.setdefault(f"{kind} alone", []).append(alone)
                 found.setdefault(f"{kind} beside", []).append(statistics.mean(beside))
                 found.setdefault(f"{kind} kept", []).append(statistics.mean(beside) / alone)
