@@ -206,6 +206,119 @@ def test_a_site_file_that_is_wrong_is_named(run_folder: Path, tmp_path: Path, mo
         client.view()
 
 
+def descriptors(pid: int | str) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def test_nothing_piles_up(run_folder: Path) -> None:
+    """Leases, refusals and time-outs, hundreds of them: neither side keeps a descriptor."""
+    client.view()
+    pid = client.view()["daemon"]["pid"]
+    before = descriptors("self"), descriptors(pid)
+    for _ in range(200):
+        lease = client.lease(Ask(tiles=(0,)))
+        with pytest.raises(UserError, match="tiles-timeout"):
+            client.lease(Ask(tiles=(0,)), wait=0)
+        lease.release()
+    with pytest.raises(UserError):
+        client.lease("nonsense", wait=0)
+    greedy, mine = client.connect(), client.lease(Ask(tiles=(0,)))
+    for _ in range(10):  # the same connection asks again and again
+        ask(greedy, (0,), wait=0.0)
+        while b"timeout" not in greedy.recv(65536):
+            pass
+    assert descriptors(pid) < before[1] + 15
+    greedy.close()
+    mine.release()
+    del mine, lease
+    client.view()
+    assert descriptors("self") <= before[0] + 4 and descriptors(pid) <= before[1] + 4
+
+
+def test_many_sessions_have_slots_of_their_own() -> None:
+    from tilework.tiles.page import EXEC, IDLE, NUM_SLOTS, Page
+
+    page = Page()
+    slots = [page.slot() for _ in range(NUM_SLOTS + 10)]
+    for slot in slots:
+        slot.enter(EXEC)
+    for slot in slots:
+        slot.enter(IDLE)
+    assert page.read().state == IDLE and page.read().stuck == 0
+    page.close()
+
+
+def test_waiting_is_not_idling(run_folder: Path, holder) -> None:
+    mine = client.lease(Ask(tiles=(0,)))
+    other = holder("tiles:0")
+    leases_when(lambda _: len(client.view()["queue"]) == 1)
+    time.sleep(1.2)
+    mine.release()
+    other.stdout.readline()
+    assert client.view()["leases"][0]["seconds"]["idle"] < 1.0
+
+
+def test_a_fork_leaves_the_page_alone(run_folder: Path) -> None:
+    lease = holding.hold("tiles:0")
+    slot = lease.page.slot()
+    slot.set_bytes(7)
+    slot.add_steps(3)
+    child = os.fork()
+    if not child:
+        slot.add_steps(100)
+        slot.enter(1)
+        slot.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    found = lease.page.read()
+    assert (found.steps, found.num_bytes, found.state) == (3, 7, 0)
+    holding.let_go(lease)
+
+
+def test_a_platform_is_not_inherited(run_folder: Path) -> None:
+    client.lease(Ask(count=1), platform="SN30-8").release()
+    assert client.view()["platform"] == "host" and client.lease(Ask(count=1)).paths[0].endswith("/TILE_0")
+    assert client.view()["platform"] == "host"
+
+
+def test_drained_tiles_keep_their_platform(run_folder: Path) -> None:
+    lease = client.lease(Ask(count=1), platform="SN30-8")
+    path = "/XRDU_3/RDU_1/TILE_3"
+    with client.talking() as say:
+        say(messages.Drain(path, True, "fan"))
+    lease.release()
+    kill_daemon(run_folder)
+    seen = client.view()
+    assert seen["platform"] == "SN30-8" and [t["path"] for t in seen["tiles"] if t["drained"]] == [path]
+
+
+def test_ranks_of_one_node_fit_beside_each_other(run_folder: Path, holder) -> None:
+    several = len(client.view()["tiles"]) > 1
+    if not several:
+        pytest.skip("needs two tiles")
+    ranks = [holder("", LOCAL_WORLD_SIZE="2") for _ in range(2)]
+    assert all(rank.stdout.readline().strip() for rank in ranks)
+    assert len(client.view()["leases"]) == 2
+
+
+def test_the_address_is_put_back(run_folder: Path) -> None:
+    pid = client.view()["daemon"]["pid"]
+    (run_folder / "daemon.address").write_text("")
+    time.sleep(1.2)
+    assert client.view()["daemon"]["pid"] == pid
+
+
+def test_long_requests_and_long_answers(run_folder: Path, tmp_path: Path, monkeypatch) -> None:
+    site = tmp_path / "site.toml"
+    site.write_text('platform = "big"\n[shape]\ntitle = "big"\nboards = 16\nchips = 8\ntiles = 8\n')
+    monkeypatch.setenv("TILEWORK_SITE", str(site))
+    lease = client.lease(",".join(map(str, range(1024))), wait=0)
+    seen = client.view()
+    assert len(lease.tiles) == 1024 and len(json.dumps(seen)) > messages.LARGEST_REPLY and len(seen["tiles"]) == 1024
+    with pytest.raises(UserError, match="at most 32768 bytes"):
+        client.lease("tiles:" + "1," * 20_000 + "1", wait=0)
+
+
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="another user can be had by root alone")
 
 
@@ -226,6 +339,34 @@ for path in glob.glob(sys.argv[1] + "/*.lock") + glob.glob(sys.argv[1] + "/user-
     done = subprocess.run([python, "-c", code, str(run_folder)], user=65534, group=65534, extra_groups=[], text=True, env=env,
                           capture_output=True)  # fmt: skip
     assert done.stdout.split() == ["opened", "daemon.lock"], done  # which every user's daemon needs in a shared folder
+
+
+@needs_root
+def test_a_lease_that_another_user_forged(run_folder: Path) -> None:
+    """A record that says it is root's, for a process of somebody else's that does lock the file."""
+    client.view()
+    kill_daemon(run_folder)
+    python, env = python_for_all()
+    code = """
+import fcntl, json, os, sys, time
+folder, me = sys.argv[1], os.getpid()
+start = int(open(f"/proc/{me}/stat").read().rpartition(")")[2].split()[19])
+about = {"id": "abcdefabcdef", "tiles": [0], "uid": 0, "pid": me, "start": start, "command": "\\x1b]0;X", "job": "",
+         "platform": "host", "since": 0.0}
+fd = os.open(folder + "/lease-abcdefabcdef.lock", os.O_RDWR | os.O_CREAT, 0o600)
+fcntl.lockf(fd, fcntl.LOCK_SH)
+open(folder + "/lease-abcdefabcdef.json", "w").write(json.dumps(about))
+print("ready", flush=True)
+time.sleep(60)
+"""
+    forger = subprocess.Popen([python, "-c", code, str(run_folder)], user=65534, group=65534, extra_groups=[], env=env,
+                              stdout=subprocess.PIPE, text=True)  # fmt: skip
+    try:
+        assert forger.stdout.readline() == "ready\n"
+        assert client.view()["leases"] == [] and client.lease(Ask(tiles=(0,)), wait=0).tiles == [0]
+    finally:
+        forger.kill()
+        forger.wait()
 
 
 @needs_root

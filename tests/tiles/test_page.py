@@ -75,7 +75,7 @@ def test_slots_are_used_again() -> None:
     slots[3].add_steps(5)
     for slot in slots:
         slot.close()
-    assert p.slot().number in range(1, 16) and p.read().steps == 5, "what a closed session did stays the process's"
+    assert p.slot().number in range(1, page.NUM_SLOTS) and p.read().steps == 5, "what a closed session did stays the process's"
 
 
 def test_what_is_not_a_page() -> None:

@@ -9,6 +9,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import tilework
+from tilework.tiles import holding
 from tilework.tiles.client import view
 from tilework.tiles.topology import Node, asked_platform, detect
 
@@ -20,6 +21,8 @@ VARIABLE = "SF_RNT_TILE_AFFINITY"
 def tiles_asked(args: Namespace, path: Path | str) -> str | None:
     """As tilework.load takes it; None: whatever the engine gives by default."""
     text = os.environ.get(VARIABLE, "").strip()
+    if not holding.wanted():
+        return None
     if text:
         node = detect(view(0.0, asked_platform())["platform"])  # as the daemon has it: all users share one view
         return "tiles:" + ",".join(map(str, tiles_of_mask(text, node)))

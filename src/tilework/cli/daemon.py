@@ -94,7 +94,7 @@ def _status(metrics: bool, json: bool) -> None:
             return
         seen = ask(messages.View())
     about: dict[str, Any] = {**seen["daemon"], "platform": seen["platform"], "tiles": len(seen["tiles"]),
-                             "leases": len(seen["leases"]), "waiting": len(seen["queue"]), "log": str(log_path())}  # fmt: skip
+                             "leases": len(seen["leases"]), "waiting": seen["num_waiting"], "log": str(log_path())}  # fmt: skip
     if json:
         print_json(about)
         return
@@ -117,6 +117,7 @@ def _install(root: Path, install: bool) -> None:
             unit.write_text(_UNIT.format(python=sys.executable, aliases=lines))
         else:
             unit.unlink(missing_ok=True)
+            (root / "run/tilework/daemon.address").unlink(missing_ok=True)  # or clients would wait for the service
     except OSError as e:
         raise MachineError(
             "site-write", f"{unit} could not be changed", found=str(e), fix="run this as root, or choose --root"

@@ -557,11 +557,11 @@ def load(
         with footing.page.during(PLOAD):
             artifact = read_artifact(path, trust=trust)
             session = Session(artifact, device=device, num_threads=num_threads, seed=seed, nan_error=nan_error, footing=footing)
+        if weights is not None:
+            session.load(weights)
     except BaseException:
         footing.close()
         raise
-    if weights is not None:
-        session.load(weights)
     return session
 
 

@@ -2,6 +2,7 @@
 
 4                 four tiles
 chips:2           two whole chips
+share:2           half of a chip's tiles: what one of two ranks on a node takes
 0-3,8             those tiles; `tiles:8` for a single one
 /X_0/R_1          the tiles at a path, as `tilework tiles` writes them
 all               every tile
@@ -47,6 +48,8 @@ def parse(text: str, node: Node) -> Ask:
             return Ask(tiles=tuple(t.index for t in node.tiles if t.gpu is None))
         if text.startswith("/"):
             return Ask(tiles=tuple(t.index for t in node.find(text)))
+        if text.startswith("share:"):
+            return Ask(count=max(1, len(node.chips[0]) // _positive(text.removeprefix("share:"))))
         if text.startswith("chips:"):
             return Ask(chips=_positive(text.removeprefix("chips:")))
         if text.isdigit():

@@ -53,12 +53,16 @@ class Lease:
             self._connection.send(messages.encode(messages.Release(self.id)))
         self._connection.close()
         os.close(self.stack)
+        self.page.close()
 
 
 def connect(start: bool = True) -> socket.socket:
     """A connection to this machine's daemon."""
     folder = run_folder()
     found = _try(folder)
+    for _ in range(15 if found is None and folder == INSTALLED else 0):  # the service may be on its way up again
+        time.sleep(0.2)
+        found = found or _try(folder)
     if found is None and start:
         _start(folder)
         found = _try(folder)
@@ -143,8 +147,11 @@ def lease(
 
     If the daemon dies meanwhile, the request is made again at the next one."""
     until = None if wait is None else time.monotonic() + wait
-    page, stack = Page(), os.memfd_create("tilework-stack", os.MFD_CLOEXEC)
-    patience, answered = 0.0, False
+    try:
+        page, stack = Page(), os.memfd_create("tilework-stack", os.MFD_CLOEXEC)
+    except OSError as e:
+        raise MachineError("tiles-daemon", "this process has no file descriptors left", found=str(e), fix="ulimit -n") from e
+    patience, answered, failures = 0.0, False, 0
     try:
         while True:
             try:
@@ -159,11 +166,13 @@ def lease(
             left = None if until is None else max(0.0, until - time.monotonic())
             text, exact = (ask, None) if isinstance(ask, str) else ("", ask)
             request = messages.LeaseRequest(text, exact, page.fd, stack, _text(command, 200), _text(job, 60), platform, left)
+            heard: list[str] = []
             try:
-                return _lease(connection, request, page, stack, report)
+                return _lease(connection, request, page, stack, report, heard)
             except (ConnectionError, BrokenPipeError, BlockingIOError):  # it has died, or somebody stands in the way of our lock
                 connection.close()
-                if until is not None and time.monotonic() > until + RESTART_SECONDS:
+                failures = 0 if heard else failures + 1
+                if failures > 100 or (until is not None and time.monotonic() > until + RESTART_SECONDS):
                     raise MachineError("tiles-daemon", "the daemon of this machine's tiles ends again and again",
                                        fix="look at its log: tilework daemon log") from None  # fmt: skip
                 time.sleep(0.02)
@@ -175,6 +184,7 @@ def lease(
                 raise
     except BaseException:
         os.close(stack)
+        page.close()
         raise
 
 
@@ -188,7 +198,12 @@ def _silent() -> MachineError:
 
 
 def _lease(
-    connection: socket.socket, request: messages.LeaseRequest, page: Page, stack: int, report: Callable[[str], None] | None
+    connection: socket.socket,
+    request: messages.LeaseRequest,
+    page: Page,
+    stack: int,
+    report: Callable[[str], None] | None,
+    heard: list[str],
 ) -> Lease:
     socket.send_fds(connection, [messages.encode(request)], [page.fd, stack])
     what = request.ask or request.text or Ask()
@@ -197,10 +212,13 @@ def _lease(
         if not packet:
             raise ConnectionError("the daemon has gone")
         reply = granted = messages.loads(packet)
+        heard.append(reply["state"])
         if reply["state"] == "granted" and len(fds) == 1:
             break
         for fd in fds:
             os.close(fd)
+        if reply["state"] == "granted":
+            raise MachineError("tiles-daemon", "this process has no file descriptors left for a lease", fix="ulimit -n")
         if reply["state"] == "waiting":
             connection.settimeout(reply["seconds"] + ANSWER_SECONDS)  # the daemon watches the clock, unless it is stopped
             if report is not None:
@@ -218,6 +236,7 @@ def _lease(
         reply = messages.ask_daemon(connection, messages.Taken())
         if reply["state"] != "go":
             raise refusal(reply)
+        page.process.restart()
         return Lease(granted, fds[0], stack, page, connection)
     except BaseException:
         os.close(fds[0])

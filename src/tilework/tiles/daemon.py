@@ -59,11 +59,14 @@ class Connection:
         self.offered: str | None = None  # the lease that it has not taken yet
         self.lease: str | None = None
 
-    def close(self) -> None:
-        self.sock.close()
+    def drop_fds(self) -> None:
         for fd in self.fds:
             os.close(fd)
         self.fds = []
+
+    def close(self) -> None:
+        self.sock.close()
+        self.drop_fds()
 
 
 class Daemon:
@@ -109,9 +112,13 @@ class Daemon:
         self.listener.setblocking(False)
         self.selector.register(self.listener, selectors.EVENT_READ, self._accept)
         self.store = Store(state_path(self.folder))
+        platform, drained = self.store.drained()
+        if drained and not self.fixed:
+            with contextlib.suppress(UserError):  # drained tiles are tiles of their platform
+                self.ledger.node = detect(platform, self.site)
         self._recover()
         known = {t.path for t in self.ledger.node.tiles}
-        self.ledger.drained = {p: r for p, r in self.store.drained().items() if p in known}
+        self.ledger.drained = {p: r for p, r in drained.items() if p in known and platform == self.ledger.node.platform}
         self._address = open_plain(self.folder / "daemon.address", os.O_RDWR | os.O_CREAT, everybody)
         self._say_where(self.name)  # only now can clients find it
         log.info("daemon %s, pid %d, platform %s, %d tiles, %d leases found", __version__, os.getpid(),
@@ -138,7 +145,8 @@ class Daemon:
             with contextlib.suppress(OSError):
                 fd = open_plain(path, os.O_RDWR)
             pid = locks.holder(fd) if fd is not None else locks.holder_of(path)
-            if pid != lease.pid or locks.start_time(lease.pid) != lease.start:
+            alive = pid == lease.pid and locks.start_time(lease.pid) == lease.start
+            if not alive or not records.believable(self.folder, lease):
                 if fd is not None:
                     os.close(fd)
                 records.remove(self.folder, lease.id)
@@ -146,6 +154,10 @@ class Daemon:
             if lease.platform != self.ledger.node.platform and not self.ledger.leases:
                 with contextlib.suppress(UserError):
                     self.ledger.node = detect(lease.platform, self.site)
+            taken = {i for other in self.ledger.leases.values() for i in other.tiles}
+            if taken & set(lease.tiles) or not set(lease.tiles) <= set(range(len(self.ledger.node.tiles))):
+                log.warning("lease %s of pid %d names tiles that it cannot have", lease.id, lease.pid)
+                continue
             if fd is not None:
                 self.files[lease.id] = fd
             self._watch(lease, *(_fd_of(lease.pid, number) for number in (lease.page, lease.stack)))
@@ -190,6 +202,7 @@ class Daemon:
             connection, words = request.whose, holders_in_words(self.ledger, request)
             self.ledger.forget(request)
             connection.waiting = None
+            connection.drop_fds()
             self._say(connection, {"state": "timeout", "holders": words})
         for connection in list(self.connections.values()):
             idle = connection.waiting is None and connection.offered is None and connection.lease is None
@@ -197,6 +210,8 @@ class Daemon:
                 self._close(connection.sock)
         if self.ledger.leases or self.ledger.queue:
             self.used = now
+        if os.pread(self._address, 200, 0) != self.name.encode():  # in a shared folder anybody can write there
+            self._say_where(self.name)
         if self.auto and now - self.used > IDLE_EXIT_SECONDS:
             self.stopping = True
         if self.listener not in self.selector.get_map():  # closed for a moment, because descriptors had run out
@@ -236,8 +251,9 @@ class Daemon:
             return
         sock.setblocking(False)
         connection = Connection(sock)
-        if sum(c.uid == connection.uid for c in self.connections.values()) >= CONNECTIONS_PER_USER and connection.uid:
-            sock.close()
+        theirs = sum(c.uid == connection.uid and c.lease is None for c in self.connections.values())
+        if theirs >= CONNECTIONS_PER_USER and connection.uid:
+            self._refuse_and_close(connection, "tiles-limit", f"more than {CONNECTIONS_PER_USER} connections of one user")
             return
         self.connections[sock.fileno()] = connection
         self.selector.register(sock, selectors.EVENT_READ, self._packet)
@@ -257,12 +273,30 @@ class Daemon:
 
     def _say(self, connection: Connection, what: Any, fds: tuple[int, ...] = ()) -> bool:
         """A client that does not read what it is told is cut off."""
+        data, memory = messages.encode(what), -1
         try:
-            socket.send_fds(connection.sock, [messages.encode(what)], list(fds), socket.MSG_NOSIGNAL)
+            if len(data) > messages.LARGEST_REPLY:
+                memory = os.memfd_create("tilework-answer", os.MFD_CLOEXEC)
+                with open(memory, "wb", closefd=False) as f:
+                    f.write(data)
+                os.lseek(memory, 0, os.SEEK_SET)
+                data, fds = messages.encode({"state": "in memory"}), (memory,)
+            socket.send_fds(connection.sock, [data], list(fds), socket.MSG_NOSIGNAL)
             return True
         except OSError:
             self._close(connection.sock)
             return False
+        finally:
+            if memory >= 0:
+                os.close(memory)
+
+    def _refuse_and_close(self, connection: Connection, id: str, summary: str) -> None:
+        with contextlib.suppress(OSError):
+            what = {"state": "refused", "id": id, "summary": summary, "found": f"the daemon is version {__version__}",
+                    "fix": "if yours is another version: tilework daemon stop"}  # fmt: skip
+            connection.sock.send(messages.encode(what), socket.MSG_NOSIGNAL)
+        self._close(connection.sock)
+        connection.close()
 
     def _packet(self, sock: socket.socket) -> None:
         connection = self.connections[sock.fileno()]
@@ -274,16 +308,17 @@ class Daemon:
         except OSError:
             packet, flags = b"", 0
         try:
-            if not packet or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+            if not packet:
                 self._close(sock)
+                return
+            if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+                self._refuse_and_close(connection, "tiles-protocol", f"a request is at most {messages.LARGEST_REQUEST} bytes")
                 return
             connection.heard = self.used = time.monotonic()
             try:
                 request = messages.decode(packet)
             except msgspec.DecodeError as e:
-                text = printable(str(e), 200)
-                if self._say(connection, {"state": "refused", "id": "tiles-protocol", "summary": f"not a request: {text}"}):
-                    self._close(sock)
+                self._refuse_and_close(connection, "tiles-protocol", f"not a request: {printable(str(e), 200)}")
                 return
             try:
                 self._handle(connection, request, fds)
@@ -317,7 +352,7 @@ class Daemon:
         elif isinstance(request, messages.Drain):
             self._only_admin(connection, "drain a tile")
             paths = self.ledger.drain(request.path, request.on, printable(request.reason, 100))
-            self.store.set_drained(self.ledger.drained)
+            self.store.set_drained(self.ledger.node.platform, self.ledger.drained)
             log.info("%s: %s (%s)", "drained" if request.on else "back in use", paths, printable(request.reason, 100))
             self._say(connection, {"state": "done", "tiles": paths})
             self._advance()
@@ -339,8 +374,9 @@ class Daemon:
 
     def _take_platform(self, wanted: str | None) -> str:
         """The client's platform, where that is possible; a line that says so where it is not."""
-        now = self.ledger.node.platform
-        if wanted is None or wanted == now:
+        now, asked = self.ledger.node.platform, wanted is not None
+        wanted = wanted or self.fixed or HOST  # whoever asks for nothing does not inherit the last one's wish
+        if wanted == now or (not asked and not self.can_change_platform()):
             return ""
         if not self.can_change_platform():
             why = "the site's choice" if self.fixed else "in use"
@@ -362,6 +398,7 @@ class Daemon:
                           time.monotonic() + wait, connection, request.page, request.stack)  # fmt: skip
         self.ledger.wait(waiting)
         waiting.capped = "; ".join(filter(None, (note, waiting.capped)))
+        connection.drop_fds()
         connection.waiting, connection.fds = waiting, fds[:]
         fds.clear()
         self._advance()
@@ -391,6 +428,7 @@ class Daemon:
         try:
             self._offer(connection, request, tiles)
         except Exception as e:
+            connection.drop_fds()
             log.error("a lease cannot be made: %s", e)
             kind = "environment" if isinstance(e, OSError) else "bug"
             self._say(connection, {"state": "refused", "id": "tiles-folder", "kind": kind,
@@ -401,6 +439,7 @@ class Daemon:
         """Files first, then the client's word that it has locked them; only then may it run (Taken)."""
         start = locks.start_time(request.pid)
         if start is None:
+            connection.drop_fds()
             self._say(connection, {"state": "refused", "id": "tiles-daemon", "kind": "environment",
                                    "summary": f"the daemon cannot see process {request.pid}",
                                    "found": "it runs in another pid namespace, or /proc hides it (hidepid)",
@@ -485,7 +524,8 @@ class Daemon:
             fd = self.stacks.get(lease)
             if fd is not None:
                 end = os.fstat(fd).st_size
-                return os.pread(fd, 8000, max(0, end - 8000)).decode("utf-8", "replace")
+                text = os.pread(fd, 4000, max(0, end - 4000)).decode("utf-8", "replace")
+                return "\n".join(printable(line, 200) for line in text.splitlines())
         return ""
 
 

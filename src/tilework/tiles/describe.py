@@ -12,7 +12,7 @@ from .. import __version__
 from .ledger import Ledger, Waiting
 from .machine import machine
 from .places import INSTALLED
-from .topology import Node, detect
+from .topology import HOST, Node, detect
 
 if TYPE_CHECKING:
     from .daemon import Daemon
@@ -60,8 +60,9 @@ def view(daemon: Daemon, uid: int, window: float, platform: str | None = None) -
     """Everything, for one user: stacks are for their owner and root. A platform that is only asked about changes nothing."""
     ledger, now = daemon.ledger, time.monotonic()
     node = ledger.node
-    if platform is not None and platform != node.platform and daemon.can_change_platform():
-        node = detect(platform, daemon.site)
+    wanted = platform or daemon.fixed or HOST
+    if wanted != node.platform and daemon.can_change_platform():
+        node = detect(wanted, daemon.site)
     holder = {i: lease.id for lease in ledger.leases.values() for i in lease.tiles}
     tiles = [{"path": t.path, "chip": t.chip, "cpus": t.cpus, "memory_node": t.memory_node, "gpu": t.gpu,
               "multiprocessors": t.multiprocessors, "lease": holder.get(t.index), "drained": ledger.drained.get(t.path)}

@@ -62,7 +62,10 @@ class _Handler(BaseHTTPRequestHandler):
         elif self.path == "/metrics":
             self._answer(200, self._ask(messages.Metrics())["text"].encode(), "text/plain; version=0.0.4")
         elif self.path == "/tiles":
-            self._answer(200, msgspec.json.encode(self._ask(messages.View())), "application/json")
+            seen = self._ask(messages.View())
+            for lease in seen["leases"]:
+                lease.pop("stack", None)  # for its owner alone
+            self._answer(200, msgspec.json.encode(seen), "application/json")
         else:
             self._answer(404, b"/metrics or /tiles\n", "text/plain")
 

@@ -45,6 +45,9 @@ def hold(tiles: str | int | None = None, report: Callable[[str], None] | None = 
             _users += 1
             return _held
         text = str(os.environ.get("TILEWORK_TILES") or (tiles if tiles is not None else ""))
+        ranks = _local_ranks()
+        if not text and ranks > 1:  # each would ask for the same chip, and they would wait for each other
+            text = f"share:{ranks}"
         say = report or (lambda line: print(f"tilework: {line}", file=sys.stderr, flush=True))
         made = client.lease(text or None, command=_command(), job=_job(), platform=asked_platform(), wait=_wait(), report=say)
         try:
@@ -100,6 +103,12 @@ def _show_stacks(lease: Lease) -> None:
     with contextlib.suppress(ValueError, OSError, RuntimeError):
         if signal.getsignal(signal.SIGURG) == signal.SIG_DFL:
             faulthandler.register(signal.SIGURG, file=lease.stack, all_threads=True)
+
+
+def _local_ranks() -> int:
+    """Ranks on this node, by whatever launched them."""
+    names = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+    return next((int(os.environ[n]) for n in names if os.environ.get(n, "").isdigit()), 1)
 
 
 def _command() -> str:

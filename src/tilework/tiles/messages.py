@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from typing import Any
 
@@ -9,8 +10,8 @@ import msgspec
 
 from .asks import Ask
 
-LARGEST_REQUEST = 16 * 1024  # bytes; a longer packet ends the connection
-LARGEST_REPLY = 192 * 1024
+LARGEST_REQUEST = 32 * 1024  # bytes; a longer packet ends the connection
+LARGEST_REPLY = 64 * 1024  # a longer one comes in a memory file
 
 
 class LeaseRequest(msgspec.Struct, tag="lease", forbid_unknown_fields=True):
@@ -79,10 +80,16 @@ def ask_daemon(connection: socket.socket, request: Request) -> dict[str, Any]:
 
 def receive(connection: socket.socket) -> dict[str, Any]:
     """ConnectionError where the daemon has gone."""
-    packet = connection.recv(LARGEST_REPLY)
+    packet, fds, _, _ = socket.recv_fds(connection, LARGEST_REPLY, 1, socket.MSG_CMSG_CLOEXEC)
     if not packet:
         raise ConnectionError("the daemon has closed the connection")
-    return loads(packet)
+    reply = loads(packet)
+    if fds and reply.get("state") == "in memory":  # a long answer
+        with open(fds[0], "rb") as f:
+            return loads(f.read())
+    for fd in fds:
+        os.close(fd)
+    return reply
 
 
 def loads(packet: bytes) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def exposition(view: dict[str, Any]) -> str:
         steps.labels(*labels).set(lease.get("steps", 0))
         held.labels(*labels).set(lease["held_seconds"])
         memory.labels(*labels).set(lease.get("memory_bytes", 0))
-    gauge("waiting_requests", "requests that wait for tiles").set(len(view["queue"]))
+    gauge("waiting_requests", "requests that wait for tiles").set(view["num_waiting"])
     gauge("daemon_started_seconds", "when the daemon started, Unix time").set(view["daemon"]["started"])
     text: str = generate_latest(registry).decode()
     return text

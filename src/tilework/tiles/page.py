@@ -1,4 +1,4 @@
-"""The page: where a process writes what its tiles are doing, and the daemon reads it. 4 KiB of shared memory, in slots of 256.
+"""The page: where a process writes what its tiles are doing, and the daemon reads it. 16 KiB of shared memory, in slots of 256.
 
 Each session has a slot of its own and writes there alone, one call at a time; slot 0 is the process's. Numbers are int64. A
 writer makes the slot's sequence number odd, changes fields, and makes it even again. Times are nanoseconds of the monotonic
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-SIZE, SLOT = 4096, 256
+SIZE, SLOT = 16384, 256
 NUM_SLOTS = SIZE // SLOT
 MAGIC = 0x32454C4954  # "TILE2"
 COLUMNS = ("idle", "exec", "pload", "aload", "chkpt", "quiesce")
@@ -38,17 +38,27 @@ class Page:
         self._view = memoryview(self._memory).cast("q")
         self._free = list(range(NUM_SLOTS - 1, 0, -1))
         self._lock = threading.Lock()
-        self.process = Slot(self, 0)
+        self.process.restart()
+
+    @property
+    def process(self) -> Slot:
+        return Slot(self, 0)
 
     def slot(self) -> Slot:
-        """For one more session. Where there are more sessions than slots, the last ones share one."""
+        """For one more session. Where there are more sessions than slots, it writes where nobody looks."""
         with self._lock:
-            return Slot(self, self._free.pop() if self._free else NUM_SLOTS - 1)
+            return Slot(self, self._free.pop()) if self._free else Slot(Page(), 0)
 
     def give_back(self, number: int) -> None:
         with self._lock:
-            if number not in self._free and number:
+            if number:
                 self._free.append(number)
+
+    def close(self) -> None:
+        """The descriptor. The memory stays as long as somebody writes there."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
 
     def read(self) -> Reading:
         found = read(bytes(self._memory[:]), time.monotonic_ns())
@@ -58,12 +68,21 @@ class Page:
 
 class Slot:
     def __init__(self, page: Page, number: int) -> None:
-        self._page, self.number = page, number
+        self._page, self.number, self._pid = page, number, os.getpid()
         self._view = page._view[number * SLOT // 8 : (number + 1) * SLOT // 8]
         v = self._view
         if v[_MAGIC] != MAGIC:  # a slot that was used before keeps its times: they are the process's
             v[_SINCE], v[_LOSS] = time.monotonic_ns(), _NO_LOSS
             v[_MAGIC] = MAGIC
+
+    def restart(self) -> None:
+        """From now on: what went before, such as waiting for the lease, does not count."""
+        v = self._view
+        v[_SEQUENCE] += 1
+        for i in range(len(COLUMNS)):
+            v[_FIRST + i] = 0
+        v[_STATE], v[_SINCE] = IDLE, time.monotonic_ns()
+        v[_SEQUENCE] += 1
 
     @property
     def address(self) -> int:
@@ -71,7 +90,9 @@ class Slot:
         return ctypes.addressof(ctypes.c_char.from_buffer(self._page._memory)) + self.number * SLOT
 
     def enter(self, state: int) -> int:
-        """From now on the time goes to `state`. Returns the state before."""
+        """From now on the time goes to `state`. Returns the state before. A fork of the process writes nothing."""
+        if os.getpid() != self._pid:
+            return IDLE
         v, now = self._view, time.monotonic_ns()
         before = v[_STATE]
         v[_SEQUENCE] += 1
@@ -89,15 +110,18 @@ class Slot:
             self.enter(before)
 
     def add_steps(self, count: int) -> None:
-        self._view[_STEPS] += count
+        if os.getpid() == self._pid:
+            self._view[_STEPS] += count
 
     def set_bytes(self, count: int) -> None:
         """Memory of the session."""
-        self._view[_BYTES] = count
+        if os.getpid() == self._pid:
+            self._view[_BYTES] = count
 
     def close(self) -> None:
-        self.set_bytes(0)
-        self._page.give_back(self.number)
+        if os.getpid() == self._pid:
+            self._view[_BYTES], self._view[_LOSS] = 0, _NO_LOSS
+            self._page.give_back(self.number)
 
 
 @dataclass(frozen=True)

@@ -55,8 +55,17 @@ def private(folder: Path) -> Path:
 
 def open_plain(path: Path, flags: int, mode: int = 0o644) -> int:
     """Opens a plain file: no link is followed, no pipe waited for. The mode holds whatever the umask is."""
-    existed = path.exists()
-    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+    flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    existed = True
+    try:  # without O_CREAT: in a sticky folder the kernel may forbid it for files of others (fs.protected_regular)
+        fd = os.open(path, flags & ~(os.O_CREAT | os.O_EXCL)) if not flags & os.O_EXCL else -1
+    except FileNotFoundError:
+        if not flags & os.O_CREAT:
+            raise
+        fd = -1
+    if fd < 0:
+        existed = False
+        fd = os.open(path, flags | os.O_EXCL, mode)
     info = os.fstat(fd)
     if not stat.S_ISREG(info.st_mode):
         os.close(fd)

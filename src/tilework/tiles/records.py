@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import re
 from pathlib import Path
@@ -15,6 +16,7 @@ import msgspec
 from ..errors import MachineError
 from . import locks
 from .ledger import Lease
+from .messages import printable
 from .places import open_plain, read_plain
 
 log = logging.getLogger("tilework.tiles")
@@ -50,8 +52,9 @@ def read_all(folder: Path) -> list[Lease]:
             continue
         try:
             lease = msgspec.json.decode(read_plain(path).encode(), type=Lease)
-            if lease.id != name[1]:
+            if lease.id != name[1] or not math.isfinite(lease.since):
                 raise ValueError("a record of another lease")
+            lease.command, lease.job = printable(lease.command, 200), printable(lease.job, 60)
             found.append(lease)
         except PermissionError as e:
             if locks.holder_of(file(folder, name[1], "lock")):
@@ -65,6 +68,17 @@ def read_all(folder: Path) -> list[Lease]:
         if name is not None and not file(folder, name[1], "json").exists() and not locks.holder_of(path):
             remove(folder, name[1])
     return found
+
+
+def believable(folder: Path, lease: Lease) -> bool:
+    """The process that has the lock is that user's, and one daemon made both files. More cannot be known in a shared folder, and
+    no more is needed: nobody can make another user's process lock a file."""
+    try:
+        process = os.stat(f"/proc/{lease.pid}").st_uid
+        owners = {file(folder, lease.id, kind).lstat().st_uid for kind in ("json", "lock")}
+    except OSError:
+        return False
+    return process == lease.uid and len(owners) == 1
 
 
 def remove(folder: Path, lease: str) -> None:

@@ -15,7 +15,7 @@ log = logging.getLogger("tilework.tiles")
 _TABLES = """
 create table if not exists leases (id text primary key, uid int, pid int, command text, job text, platform text, tiles text,
                                    began real, ended real, how text);
-create table if not exists drained (path text primary key, reason text, since real);
+create table if not exists drains (platform text, path text, reason text, since real);
 """
 _KEPT_DAYS = 30
 
@@ -56,19 +56,21 @@ class Store:
     def ended(self, lease: Lease, how: str) -> None:
         self._do("update leases set ended=?, how=? where id=?", time.time(), how, lease.id)
 
-    def set_drained(self, drained: Mapping[str, str]) -> None:
-        self._do("delete from drained")
+    def set_drained(self, platform: str, drained: Mapping[str, str]) -> None:
+        self._do("delete from drains")
         for path, reason in drained.items():
-            self._do("insert into drained values (?,?,?)", path, reason, time.time())
+            self._do("insert into drains values (?,?,?,?)", platform, path, reason, time.time())
 
-    def drained(self) -> dict[str, str]:
+    def drained(self) -> tuple[str, dict[str, str]]:
+        """(platform, path of a tile -> reason)."""
         if self._db is None:
-            return {}
+            return "", {}
         try:
-            return dict(self._db.execute("select path, reason from drained").fetchall())
+            rows = self._db.execute("select platform, path, reason from drains").fetchall()
+            return (rows[0][0] if rows else ""), {path: reason for _, path, reason in rows}
         except sqlite3.Error as e:
             self._failed(e)
-            return {}
+            return "", {}
 
     def history(self, limit: int = 100) -> list[tuple[object, ...]]:
         if self._db is None:

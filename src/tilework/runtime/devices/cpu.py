@@ -10,6 +10,7 @@ import ctypes
 import fcntl
 import itertools
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, Structure, c_char_p, c_int, c_int32, c_int64, c_size_t, c_uint64, c_void_p
 from pathlib import Path
@@ -71,6 +72,18 @@ def _open(name: str, code: bytes) -> ctypes.CDLL:
         os.close(fd)
 
 
+_METERED: weakref.WeakSet[Device] = weakref.WeakSet()
+
+
+def _in_a_child() -> None:
+    """A fork of the process must not write to the process's page."""
+    for device in list(_METERED):
+        device.driver.tilework_meter(None, None)
+
+
+os.register_at_fork(after_in_child=_in_a_child)
+
+
 class Device:
     def __init__(self, artifact: Artifact, buffers: dict[str, torch.Tensor], num_threads: int | None) -> None:
         self.buffers = buffers
@@ -121,6 +134,7 @@ class Device:
         shown = loss is not None and self.buffers[loss].dtype == torch.float32 and self.buffers[loss].dim() == 0
         self.driver.tilework_meter(page.address, self.buffers[loss].data_ptr() if shown and loss else None)
         self._page = page  # must outlive the driver's pointer
+        _METERED.add(self)
         return True
 
     def _handle(self, name: str) -> c_void_p:
