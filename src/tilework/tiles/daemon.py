@@ -174,13 +174,15 @@ class Daemon:
     def serve(self) -> None:
         last = 0.0
         while not self.stopping:
-            for key, _ in self.selector.select(max(0.0, last + EVERY_SECONDS - time.monotonic())):
+            next_look = min([last + EVERY_SECONDS, *(w.until for w in self.ledger.queue)])
+            for key, _ in self.selector.select(max(0.0, next_look - time.monotonic())):
                 try:
                     key.data(key.fileobj)
                 except Exception:
                     log.exception("a request failed")
                     if isinstance(key.fileobj, socket.socket) and key.fileobj is not self.listener:
                         self._close(key.fileobj)
+            self._expire(time.monotonic())
             if time.monotonic() - last >= EVERY_SECONDS:
                 last = time.monotonic()
                 try:
@@ -198,12 +200,6 @@ class Daemon:
             else:
                 self.usage[lease.id].sample()
                 self._look_for_hang(lease, now)
-        for request in [w for w in self.ledger.queue if now > w.until]:
-            connection, words = request.whose, holders_in_words(self.ledger, request)
-            self.ledger.forget(request)
-            connection.waiting = None
-            connection.drop_fds()
-            self._say(connection, {"state": "timeout", "holders": words})
         for connection in list(self.connections.values()):
             idle = connection.waiting is None and connection.offered is None and connection.lease is None
             if idle and now - connection.heard > SILENT_SECONDS:
@@ -217,6 +213,14 @@ class Daemon:
         if self.listener not in self.selector.get_map():  # closed for a moment, because descriptors had run out
             self.selector.register(self.listener, selectors.EVENT_READ, self._accept)
         self._advance()
+
+    def _expire(self, now: float) -> None:
+        for request in [w for w in self.ledger.queue if now >= w.until]:
+            connection, words = request.whose, holders_in_words(self.ledger, request)
+            self.ledger.forget(request)
+            connection.waiting = None
+            connection.drop_fds()
+            self._say(connection, {"state": "timeout", "holders": words})
 
     def _still_held(self, lease: Lease) -> bool:
         fd = self.files.get(lease.id)
