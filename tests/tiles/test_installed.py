@@ -17,7 +17,7 @@ for place in /run /var/lib /var/log /dev/shm; do mount -t tmpfs -o mode=0755 tmp
 chmod 1777 /dev/shm
 mkdir -p /run/tilework /var/lib/tilework /var/log/tilework
 chmod 700 /var/lib/tilework
-$ROOT_PYTHON -m tilework.tiles.daemon --platform SN10-8 & daemon=$!
+$ROOT_PYTHON -m tilework.tiles.service --platform SN10-8 & daemon=$!
 for i in $(seq 200); do [ -s /run/tilework/daemon.address ] && break; sleep 0.05; done
 cat > /run/user.py <<'EOF'
 import os, sys
@@ -52,7 +52,7 @@ $USER_PYTHON /run/user.py < /run/go & user=$!
 exec 5> /run/go
 sleep 1.5
 kill -9 $daemon; wait $daemon || true
-$ROOT_PYTHON -m tilework.tiles.daemon --platform SN10-8 & daemon=$!
+$ROOT_PYTHON -m tilework.tiles.service --platform SN10-8 & daemon=$!
 sleep 1
 echo >&5
 wait $user

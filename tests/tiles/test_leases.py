@@ -146,7 +146,7 @@ def test_many_start_the_daemon_at_once(run_folder: Path, holder) -> None:
                 process.stdin.write("\n")
                 process.stdin.flush()
     assert len(done) == 4
-    daemons = subprocess.run(["pgrep", "-f", "tilework.tiles.daemon"], capture_output=True, text=True).stdout.split()
+    daemons = subprocess.run(["pgrep", "-f", "tilework.tiles.service"], capture_output=True, text=True).stdout.split()
     ours = [p for p in daemons if str(run_folder) in Path(f"/proc/{p}/environ").read_text(errors="replace")]
     assert len(ours) == 1
 

@@ -146,7 +146,7 @@ def test_the_service_file(run_folder: Path, tmp_path: Path) -> None:
     unit = (tmp_path / "etc/systemd/system/tilework.service").read_text()
     if entry_points(group="tilework.site"):  # a frontend brings the name; it is found where the package is installed
         assert "Alias=snd.service" in unit
-    assert "tilework.tiles.daemon" in unit and "RuntimeDirectoryPreserve=yes" in unit
+    assert "tilework.tiles.service" in unit and "RuntimeDirectoryPreserve=yes" in unit
     tool("tilework", "daemon", "remove", "--root", str(tmp_path))
     assert not (tmp_path / "etc/systemd/system/tilework.service").exists()
 

@@ -27,7 +27,7 @@ Description=Tilework: leases of this machine's tiles
 After=local-fs.target
 
 [Service]
-ExecStart={python} -m tilework.tiles.daemon
+ExecStart={python} -m tilework.tiles.service
 Restart=always
 RestartSec=1
 RuntimeDirectory=tilework
@@ -62,7 +62,7 @@ def command(
     if action not in ACTIONS:
         raise UserError("tiles-action", f"no action {action!r}", expected=", ".join(ACTIONS))
     if action == "run":
-        from ..tiles.daemon import main
+        from ..tiles.service import main
 
         words = [f"--{k}={v}" for k, v in (("platform", platform), ("listen", listen), ("token-file", token_file)) if v]
         raise typer.Exit(main(words))

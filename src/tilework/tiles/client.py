@@ -116,7 +116,7 @@ def _start(folder: Path) -> None:
         here = str(Path(__file__).resolve().parents[2])  # the same Tilework as this one, wherever it was found
         environment = {**os.environ, "TILEWORK_RUN": str(folder),
                        "PYTHONPATH": os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))}  # fmt: skip
-        child = subprocess.Popen([sys.executable, "-m", "tilework.tiles.daemon", "--auto"], stdin=subprocess.DEVNULL,
+        child = subprocess.Popen([sys.executable, "-m", "tilework.tiles.service", "--auto"], stdin=subprocess.DEVNULL,
                                  stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True, cwd="/",
                                  env=environment)  # fmt: skip
         until = time.monotonic() + START_SECONDS

@@ -6,19 +6,16 @@ leases are alive does not rest on its memory or its disk (locks.py): the next da
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import fcntl
 import logging
 import logging.handlers
 import os
-import resource
 import selectors
 import signal
 import socket
 import stat
 import struct
-import sys
 import time
 import uuid
 from pathlib import Path
@@ -33,10 +30,10 @@ from .asks import Ask, parse
 from .describe import compute, holders_in_words, user_name, view
 from .ledger import Lease, Ledger, Waiting
 from .messages import printable
-from .places import INSTALLED, SHARED, open_plain, private, run_folder
+from .places import INSTALLED, SHARED, open_plain, state_path
 from .site import read_site
 from .store import Store
-from .topology import HOST, asked_platform, detect
+from .topology import HOST, detect
 from .usage import EVERY_SECONDS, Usage, is_memory
 
 log = logging.getLogger("tilework.tiles")
@@ -157,6 +154,8 @@ class Daemon:
             taken = {i for other in self.ledger.leases.values() for i in other.tiles}
             if taken & set(lease.tiles) or not set(lease.tiles) <= set(range(len(self.ledger.node.tiles))):
                 log.warning("lease %s of pid %d names tiles that it cannot have", lease.id, lease.pid)
+                if fd is not None:
+                    os.close(fd)
                 continue
             if fd is not None:
                 self.files[lease.id] = fd
@@ -543,70 +542,3 @@ def _fd_of(pid: int, number: int) -> int | None:
         return fd
     os.close(fd)
     return None
-
-
-def state_path(folder: Path) -> Path:
-    return (
-        Path(os.environ.get("STATE_DIRECTORY", "/var/lib/tilework")) / "state.db"
-        if folder == INSTALLED
-        else private(folder) / "state.db"
-    )
-
-
-def log_path(folder: Path) -> Path:
-    return Path("/var/log/tilework/daemon.log") if folder == INSTALLED else private(folder) / "daemon.log"
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="tilework daemon run", description="Serve this machine's tiles.")
-    parser.add_argument("--platform", default=None, help="host, or a named platform; clients cannot change it then")
-    parser.add_argument("--auto", action="store_true", help="started by a session: ends when nobody needs it")
-    parser.add_argument("--listen", default=None, metavar="HOST:PORT", help="read-only HTTP: /metrics, /tiles")
-    parser.add_argument("--token-file", default=None, help="the token that HTTP clients must send")
-    args = parser.parse_args(argv)
-    os.umask(0o022)
-    try:
-        service = os.geteuid() == 0 and INSTALLED.is_dir() and not args.auto and "TILEWORK_RUN" not in os.environ
-        folder = INSTALLED if service else run_folder()
-        daemon = Daemon(folder, args.platform, args.auto)
-        if args.auto and not daemon.fixed and asked_platform() is not None:
-            daemon.ledger.node = detect(asked_platform(), daemon.site)
-        handler: logging.Handler
-        try:
-            handler = logging.handlers.RotatingFileHandler(log_path(folder), maxBytes=2**20, backupCount=3)
-        except OSError:
-            handler = logging.StreamHandler()
-        logging.basicConfig(handlers=[handler], level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-        with contextlib.suppress(OSError, ValueError):  # whoever started us may have had few; we serve everybody
-            resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
-        if args.listen:
-            from .endpoint import listen
-
-            listen(args.listen, args.token_file)
-        if not daemon.open():
-            print("a daemon serves this machine already", file=sys.stderr)
-            return 0 if args.auto else 1
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: setattr(daemon, "stopping", True))
-        signal.set_wakeup_fd(_wakeup(daemon))
-        daemon.serve()
-        daemon.stop()
-        return 0
-    except TileworkError as e:
-        log.error("%s", e)
-        print(e, file=sys.stderr)
-        return e.exit_code
-    except OSError as e:
-        print(MachineError("tiles-folder", "the daemon cannot start", found=str(e)), file=sys.stderr)
-        return 3
-
-
-def _wakeup(daemon: Daemon) -> int:
-    """A signal must wake the loop."""
-    read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    daemon.selector.register(read, selectors.EVENT_READ, lambda _: os.read(read, 64))
-    return write
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -81,3 +81,15 @@ def read_plain(path: Path) -> str:
         return os.read(fd, LARGEST).decode("utf-8", "replace")
     finally:
         os.close(fd)
+
+
+def state_path(folder: Path) -> Path:
+    return (
+        Path(os.environ.get("STATE_DIRECTORY", "/var/lib/tilework")) / "state.db"
+        if folder == INSTALLED
+        else private(folder) / "state.db"
+    )
+
+
+def log_path(folder: Path) -> Path:
+    return Path("/var/log/tilework/daemon.log") if folder == INSTALLED else private(folder) / "daemon.log"
