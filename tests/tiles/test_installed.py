@@ -5,18 +5,22 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from conftest import python_for_all
 
-SCRIPT = r"""
+PLACES = r"""
 set -e
 for place in /run /var/lib /var/log /dev/shm; do mount -t tmpfs -o mode=0755 tmpfs $place; done
 chmod 1777 /dev/shm
+if [ -d /etc/systemd ]; then mount -t tmpfs tmpfs /etc/systemd; fi
 mkdir -p /run/tilework /var/lib/tilework /var/log/tilework
 chmod 700 /var/lib/tilework
+set +e
+"""
+SCRIPT = r"""
+set -e
 $ROOT_PYTHON -m tilework.tiles.service --platform SN10-8 & daemon=$!
 for i in $(seq 200); do [ -s /run/tilework/daemon.address ] && break; sleep 0.05; done
 cat > /run/user.py <<'EOF'
@@ -66,14 +70,54 @@ except Exception as e:
 """
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
-def test_the_service(tmp_path: Path) -> None:
+MOVING = r"""
+hold='from tilework.tiles import client; mine = client.lease(); print("held in", client.run_folder(), flush=True); input()'
+session() { mkfifo /run/$1; $ROOT_PYTHON -c "$hold" < /run/$1 & sleep 1; }
+service() { $ROOT_PYTHON -m tilework.tiles.service & daemon=$!; sleep 1; }
+remove() { $ROOT_PYTHON -m tilework daemon remove 2>&1 | grep -E "tilework: error|found|removed"; }
+session old; exec 5> /run/old; sleep 1
+service; wait $daemon; echo "service: $?"
+session older; exec 6> /run/older; sleep 1
+echo >&5; echo >&6; sleep 1
+before=$(cat /dev/shm/tilework/daemon.address)
+service
+[ -S /dev/shm/tilework/$before ] || echo "the shared daemon has gone"
+session new; exec 7> /run/new; sleep 1
+remove
+kill $daemon; wait $daemon
+remove
+echo >&7; sleep 1
+remove
+session last; exec 8> /run/last; sleep 1
+echo >&8
+$ROOT_PYTHON -m tilework daemon stop
+"""
+
+
+def in_namespace(script: str) -> tuple[list[str], object]:
+    """The lines that a script prints, with places of its own."""
     python, env = python_for_all()
     env = {k: v for k, v in env.items() if not k.startswith("TILEWORK_")} | {"ROOT_PYTHON": sys.executable, "USER_PYTHON": python}
     if subprocess.run(["unshare", "-m", "mount", "-t", "tmpfs", "tmpfs", "/run"], capture_output=True).returncode:
         pytest.skip("no mount namespaces here")
-    done = subprocess.run(["unshare", "-m", "bash", "-c", SCRIPT], capture_output=True, text=True, env=env, timeout=120)
-    lines = [line for line in done.stdout.splitlines() if line]
+    done = subprocess.run(["unshare", "-m", "bash", "-c", PLACES + script], capture_output=True, text=True, env=env, timeout=120)
+    return [line.strip() for line in done.stdout.splitlines() if line], done
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_tiles_never_have_two_masters() -> None:
+    lines, done = in_namespace(MOVING)
+    assert lines[:4] == ["held in /dev/shm/tilework", "service: 3", "held in /dev/shm/tilework", "the shared daemon has gone"], (
+        done
+    )
+    assert lines[4] == "held in /run/tilework" and "the service still runs" in lines[5], done
+    assert "sessions still hold tiles" in lines[6] and "pid" in lines[7] and lines[8].startswith("removed"), done
+    assert lines[9] == "held in /dev/shm/tilework", done
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_the_service() -> None:
+    lines, done = in_namespace(SCRIPT)
     assert lines[:3] == ["root True SN10-8 4 nobody", "[True]", "[]"], done
     assert lines[3].startswith("tiles-daemon systemctl start tilework"), done
     assert len(lines) == 4, done

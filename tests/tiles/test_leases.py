@@ -178,7 +178,7 @@ def test_a_full_disk(run_folder: Path) -> None:
 
 def test_history_on_a_full_disk_costs_nothing_but_history(tmp_path: Path) -> None:
     store = Store(tmp_path / "no" / "such" / "folder.db")
-    assert store.trouble and store.drained() == ("", {}) and store.history() == []
+    assert store.trouble and store.drained() == ("", {}) and store.history(10) == []
 
 
 # ---- who may do what ----

@@ -123,6 +123,44 @@ def test_exec_is_what_the_kernel_says(artifact: Path, run_folder: Path) -> None:
         process.wait()
 
 
+TWO = """
+import sys, threading, time, torch, tilework
+sessions = [tilework.load(sys.argv[1], tiles=1) for _ in range(2)]
+x, y = torch.randn(64, 512), torch.randn(64, 512)
+def work(session):
+    while True:
+        while time.monotonic() % 0.2 < 0.1:
+            session.run(x, y)
+        time.sleep(0.2 - time.monotonic() % 0.2)
+for session in sessions:
+    session.run(x, y)
+    threading.Thread(target=work, args=(session,), daemon=True).start()
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_exec_of_two_sessions_is_what_the_kernel_says(artifact: Path, run_folder: Path) -> None:
+    """Two threads with a session each, busy in the same half of every 200 ms, on one tile: half, not all of the time."""
+    process = subprocess.Popen([sys.executable, "-c", TWO, str(artifact)], stdout=subprocess.PIPE, text=True)
+    try:
+        process.stdout.readline()
+        seen = client.view(60.0)["leases"][0]["seconds"]
+        begin, before = time.monotonic(), cpu_seconds(process.pid)
+        time.sleep(2.0)
+        about = client.view(2.0)["leases"][0]
+        wall, now = time.monotonic() - begin, about["seconds"]
+        kernel = 100 * (cpu_seconds(process.pid) - before) / wall
+        busy = 100 * (now["exec"] - seen["exec"]) / (sum(now.values()) - sum(seen.values()))
+        # Where neighbours stand in the way, sections last longer than they compute: half of the time, and the rest of a step.
+        assert kernel - 5 < busy < max(kernel + 5, 65), (kernel, busy)
+        assert abs(sum(about["shares"].values()) - 100) < 0.01 and abs(about["shares"]["exec"] - busy) < 15
+        assert abs(sum(now.values()) - about["held_seconds"]) < 0.3
+    finally:
+        process.kill()
+        process.wait()
+
+
 def test_a_session_gives_everything_back(artifact: Path, run_folder: Path) -> None:
     before, threads = os.sched_getaffinity(0), torch.get_num_threads()
     with tilework.load(artifact, tiles=1) as session:

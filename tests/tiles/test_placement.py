@@ -113,8 +113,8 @@ def test_the_head_is_never_delayed_and_nobody_starves(data: st.DataObject) -> No
 def test_what_can_be_asked_for() -> None:
     assert parse("4", NODE) == Ask(count=4) and parse("chips:2", NODE) == Ask(chips=2)
     assert parse("0-2,8", NODE) == Ask(tiles=(0, 1, 2, 8)) and len(parse("all", NODE).tiles or ()) == 32
-    assert parse(NODE.chip_path(1), NODE) == Ask(tiles=(4, 5, 6, 7))
-    for wrong in ("", "0", "-1", "four", "chips:0", "1,,2", "/nowhere"):
+    assert parse("/XRDU_0/RDU_1", NODE) == Ask(tiles=(4, 5, 6, 7))
+    for wrong in ("", "0", "-1", "four", "chips:0", "1,,2", "/nowhere", "/", "//"):
         with pytest.raises(UserError):
             parse(wrong, NODE)
     ask, line = capped(Ask(count=99), NODE)
@@ -126,12 +126,25 @@ def test_what_can_be_asked_for() -> None:
         capped(Ask(count=1, gpu=True), NODE)
 
 
+def test_a_path_is_never_the_whole_node() -> None:
+    """`--drain "$TILE"` with TILE unset must not drain everything."""
+    for path, count in (("/XRDU_0/RDU_0/TILE_1", 1), ("/XRDU_0/RDU_0/TILE_1/", 1), ("/XRDU_0/RDU_1", 4), ("/XRDU_3/", 8)):
+        assert len(NODE.find(path)) == count
+    for nothing in ("", "/", "//", "XRDU_0", " "):
+        with pytest.raises(UserError, match="names no board, chip or tile") as e:
+            NODE.find(nothing)
+        assert e.value.expected == "/XRDU_0, /XRDU_0/RDU_0 or /XRDU_0/RDU_0/TILE_0"
+    for unknown in ("/XRDU_4", "/XRDU", "/XRDU_0/RDU_0/TILE_1/x", "//XRDU_0"):
+        with pytest.raises(UserError, match="no tile"):
+            NODE.find(unknown)
+
+
 def test_platforms() -> None:
     sn30 = detect("SN30-8", Site(), Machine(CORES))
     assert len(sn30.tiles) == 64 and sn30.tiles[-1].path == "/XRDU_3/RDU_1/TILE_7" and sn30.virtual
     assert [sn30.tiles[i].cpus for i in (0, 15, 16, 63)] == [(0,), (0,), (1,), (3,)] and "64 virtual tiles" in sn30.note
     many = detect("SN10-8", Site(), Machine(tuple(Core(0, 0, (2 * i, 2 * i + 1)) for i in range(64))))
-    assert many.tiles[1].cpus == (4, 5, 6, 7) and many.tiles[1].num_cores == 2
+    assert many.tiles[1].cpus == (4, 5, 6, 7)
     two = Machine(tuple(Core(p, 2 * p + n, (8 * p + 4 * n + i,)) for p in (0, 1) for n in (0, 1) for i in range(3)),
                   (Gpu(0, "GPU", "1", 10, 1, 2),))  # fmt: skip
     host = detect("host", Site(), two)
@@ -146,14 +159,14 @@ def test_a_user_at_his_limit_steps_aside() -> None:
     ledger = Ledger(NODE, Limits(tiles_per_user=8, requests_per_user=3))
     ledger.leases["a"] = Lease("a", tuple(range(8)), 1, 1, 1, "", "", "SN10-8", 0.0)
     for uid, count in ((1, 4), (2, 8)):
-        ledger.wait(Waiting(Ask(count=count), uid, 1, "", "", 1e9))
+        ledger.wait(Waiting(Ask(count=count), uid, 1, 1, "", "", 1e9))
     served = ledger.next_one()
     assert served is not None and served[0].uid == 2
     ledger.leases["b"] = Lease("b", tuple(served[1]), 2, 2, 1, "", "", "SN10-8", 0.0)
     assert ledger.next_one() is None
     with pytest.raises(UserError, match="larger than one user may hold"):
-        ledger.wait(Waiting(Ask(count=9), 1, 1, "", "", 1e9))
+        ledger.wait(Waiting(Ask(count=9), 1, 1, 1, "", "", 1e9))
     for _ in range(2):
-        ledger.wait(Waiting(Ask(count=1), 1, 1, "", "", 1e9))
+        ledger.wait(Waiting(Ask(count=1), 1, 1, 1, "", "", 1e9))
     with pytest.raises(UserError, match="too many requests"):
-        ledger.wait(Waiting(Ask(count=1), 1, 1, "", "", 1e9))
+        ledger.wait(Waiting(Ask(count=1), 1, 1, 1, "", "", 1e9))

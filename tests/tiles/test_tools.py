@@ -2,44 +2,50 @@
 
 from __future__ import annotations
 
+import contextlib
+import csv
 import io
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
+import threading
 import time
+from argparse import Namespace
 from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 
 from conftest import daemon_pid, kill_daemon, leases_when
-from sambaflow.samba.affinity import tiles_of_mask
+from sambaflow.samba.affinity import tiles_asked, tiles_of_mask
 from sambaflow.tools import snconfig, sntilestat
 from tilework.errors import UserError
-from tilework.tiles import client
+from tilework.tiles import client, endpoint, messages
+from tilework.tiles.endpoint import listen
 from tilework.tiles.machine import Core, Gpu, Link, Machine
-from tilework.tiles.site import Site
+from tilework.tiles.site import Shape, Site
 from tilework.tiles.topology import detect
 
 GOLDEN = Path(__file__).parent / "golden"
 FOUR = Machine(tuple(Core(0, 0, (i,)) for i in range(4)), (), {0: 64 * 2**30}, (Link("0000:01:00.0", "16.0 GT/s PCIe", 16, 0),))
 
 
-def seen(platform: str, *held: tuple[list[int], int, dict[str, float]], **more: object) -> dict:
+def seen(platform: str, *held: tuple[list[int], int, dict[str, float]], site: Site | None = None, **more: object) -> dict:
     """A view as the daemon gives it: (tiles, pid, shares) of each process."""
-    node = detect(platform, Site(), FOUR)
+    node = detect(platform, site or Site(), FOUR)
     about = {"user": "arnoldw", "command": "python res_ffn_mnist.py run --num-epochs 100", "job": "", "held_seconds": 75.0,
              "hung": False, "state": "exec", "idle_seconds": 0.0, "steps_per_second": 5210.0, "loss": 0.31,
              "memory_bytes": 5e6} | more  # fmt: skip
     leases = [{"id": str(pid), "pid": pid, "tiles": tiles, "shares": {c: shares.get(c, 0.0) for c in sntilestat.COLUMNS}, **about}
               for tiles, pid, shares in held]  # fmt: skip
     holder = {i: str(pid) for tiles, pid, _ in held for i in tiles}
-    tiles = [{"path": t.path, "chip": t.chip, "cpus": t.cpus, "gpu": None, "lease": holder.get(t.index), "drained": None}
-             for t in node.tiles]  # fmt: skip
-    return {"platform": platform, "title": node.title, "note": node.note, "levels": node.levels, "tiles": tiles, "leases": leases,
-            "queue": [], "num_waiting": 1}  # fmt: skip
+    tiles = [{"path": t.path, "chip": t.chip, "cpus": t.cpus, "memory_node": t.memory_node, "gpu": None,
+              "multiprocessors": 0, "lease": holder.get(t.index), "drained": None} for t in node.tiles]  # fmt: skip
+    return {"platform": platform, "title": node.title, "virtual": node.virtual, "note": node.note, "platform_note": "",
+            "levels": node.levels, "tiles": tiles, "leases": leases, "queue": [], "num_waiting": 1}  # fmt: skip
 
 
 def same_as_golden(name: str, text: str) -> None:
@@ -117,12 +123,10 @@ def test_the_commands(run_folder: Path, holder) -> None:
     rows = json.loads(tool("sntilestat", "--json", "--skip-idle"))
     assert [r["pid"] for r in rows] == [process.pid] * 4
     assert all(sum(r[c] for c in sntilestat.COLUMNS) == pytest.approx(100) for r in rows)
-    csv = tool("sntilestat", "--csv", "-i", "0.1", "--count", "2", "--skip-idle").splitlines()
-    assert len(csv) == 9 and csv[0].startswith("time,tile,idle,exec") and csv[1].split(",")[1] == "/XRDU_0/RDU_0/TILE_0"
+    table = tool("sntilestat", "--csv", "-i", "0.1", "--count", "2", "--skip-idle").splitlines()
+    assert len(table) == 9 and table[0].startswith("time,tile,idle,exec") and table[1].split(",")[1] == "/XRDU_0/RDU_0/TILE_0"
     assert "perfect: 8 of 8" in tool("snconfig", "show", "Node", "dynamic")
-    assert "Number of XRDUS: 1" in tool("snconfig", "--platform", "host") and "Static Info" in tool(
-        "snconfig", "show", "Node", "static"
-    )
+    assert "Number of XRDUS: 4" in tool("snconfig") and "Static Info" in tool("snconfig", "show", "Node", "static")
     assert "expected show Node static" in tool("snconfig", "show", "me", code=2)
     tool("sntilestat", "--count", "0", code=2)
     assert json.loads(tool("tilework", "tiles", "--json"))["platform"] == "SN30-8"
@@ -166,8 +170,325 @@ def test_top_fits_the_screen(width: int, height: int) -> None:
     lines = console.export_text().splitlines()
     assert len(lines) <= height and all(len(line) <= width for line in lines), lines
     text = "\n".join(lines)
-    assert "held, idle for 12 min" in text or width == 80
+    assert "held, idle for 12 min" in text and "x drained" in text and "…" not in text.split("x drained")[0].splitlines()[-1]
     assert "!o██" in text and "64 tiles, 40 held, 1 waiting" in text and "hung" in text and "5,210" in text
+
+
+def shown(view: dict, width: int = 80, height: int = 24) -> list[str]:
+    from rich.console import Console
+
+    from tilework.cli.top import screen
+
+    console = Console(width=width, height=height, no_color=True, record=True, file=io.StringIO())
+    console.print(screen(view, width, height))
+    lines = [line.rstrip() for line in console.export_text().splitlines()]
+    assert len(lines) <= height and all(len(line) <= width for line in lines), lines
+    return lines
+
+
+def shape(boards: int, chips: int, tiles: int, levels: tuple[str, str, str] | None = None) -> Site:
+    return Site(shape=Shape("lab", boards, chips, tiles, levels))
+
+
+@pytest.mark.parametrize("held", [0, 3, 40])
+@pytest.mark.parametrize("lab", [(1, 1, 96), (1, 1, 1024), (2, 64, 8), (1024, 1, 1), (8, 8, 16)])
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (60, 15), (200, 50), (24, 10)])
+def test_top_shows_or_counts_every_tile(width: int, height: int, lab: tuple[int, int, int], held: int) -> None:
+    """Whatever the node's shape is: a letter for each tile, or a number where they are too many."""
+    view = seen("lab", *[([i], 1000 + i, {"exec": 100.0}) for i in range(held)], site=shape(*lab))
+    view["tiles"][-1]["drained"] = "fan"
+    lines = shown(view, width, height)
+    rows = lines[2 : next(i for i, line in enumerate(lines) if line.startswith("· free"))]  # after the heading and the note
+    more = re.match(r"and (\d+) tiles more", rows[-1])
+    drawn = sum(line.count(letter) for line in (rows[:-1] if more else rows) for letter in "·█x")
+    assert drawn + (int(more[1]) if more else 0) == len(view["tiles"]), lines
+    if held and (width, height) != (24, 10):
+        assert any(line.split()[:1] == ["1000"] for line in lines), "and somebody who holds one"
+    if lab == (1, 1, 96) and width == 80:
+        assert not more and len(rows) == 2
+    if lab == (2, 64, 8) and width == 80:
+        assert more and rows[-1].endswith("1 drained")
+
+
+def test_long_names_leave_room_for_the_tiles() -> None:
+    lines = shown(seen("lab", site=shape(1, 1, 4, ("B" * 50, "C" * 50, "T"))))
+    assert any(line.endswith("_0 ····") for line in lines)
+
+
+def test_q_ends_top_wherever_it_is_typed(run_folder: Path) -> None:
+    """Also behind other keys that came with it."""
+    import pty
+
+    main, side = pty.openpty()
+    process = subprocess.Popen([sys.executable, "-m", "tilework.cli.main", "top", "--interval", "60"], stdin=side, stdout=side,
+                               env={**os.environ, "TERM": "xterm"})  # fmt: skip
+    try:
+        os.close(side)
+        text = b""
+        while b"nobody holds a tile" not in text:
+            text += os.read(main, 4096)
+        os.write(main, b"xq")
+        assert process.wait(5) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(main)
+
+
+def test_top_says_where_it_cannot_save(run_folder: Path) -> None:
+    text = tool("tilework", "top", "--svg", "/nonexistent/x.svg", code=3)
+    assert "/nonexistent/x.svg: the picture cannot be saved" in text and "bug" not in text
+
+
+@pytest.mark.parametrize("interval", ["inf", "nan", "1e300", "0", "-1"])
+def test_intervals_that_are_none(run_folder: Path, interval: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from tilework.cli import top
+
+    assert sntilestat.main([f"-i={interval}"]) == 2
+    text = capsys.readouterr().err
+    assert "from 0.1 to 86400 seconds" in text and "Traceback" not in text
+    with pytest.raises(UserError, match="--interval") as e:
+        top.command(interval=float(interval))
+    assert e.value.expected == "from 0.2 to 86400 seconds"
+
+
+def test_csv_says_everything(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    view = seen("SN10-8", ([0, 1], 7, {"exec": 100.0}), hung=True, user="ada", command='python "a, b".py')
+    view["tiles"][1]["drained"], view["tiles"][2]["drained"] = "", "fan"
+    monkeypatch.setattr(sntilestat, "view", lambda *_: view)
+    assert sntilestat.main(["--csv", "--platform", "SN10-8"]) == 0
+    text = capsys.readouterr().out
+    assert "\r" not in text
+    rows = list(csv.DictReader(io.StringIO(text)))
+    assert text.splitlines()[0] == "time,tile,idle,exec,pload,aload,chkpt,quiesce,pid,user,command,state,reason"
+    assert [r["state"] for r in rows[:4]] == ["hung", "hung drained", "drained", "free"] and rows[2]["reason"] == "fan"
+    assert rows[0]["command"] == 'python "a, b".py' and len(rows) == 32
+
+
+def test_one_line_a_tile(run_folder: Path) -> None:
+    """For scripts; and nobody minds where they read no further."""
+    command = "python train.py" + " --long-option :x: 1" * 9
+    lease = client.lease("tiles:0", command=command)
+    lines = tool("tilework", "tiles").splitlines()
+    assert len(lines) == 1 + len(client.view()["tiles"]) and all(line == line.rstrip() for line in lines)
+    assert lines[1].startswith(lease.paths[0]) and lines[1].endswith(command)
+    for words in (("tiles",), ("tiles", "--json"), ("top", "--once")):
+        read, write = os.pipe()
+        os.close(read)
+        done = subprocess.run(
+            [sys.executable, "-m", "tilework.cli.main", *words], stdout=write, stderr=subprocess.PIPE, text=True
+        )
+        os.close(write)
+        assert (done.returncode, done.stderr) == (0, ""), words
+
+
+# ---- which platform ----
+
+LAB = """platform = "lab"
+[shape]
+title = "lab"
+boards = 1
+chips = 2
+tiles = 3
+levels = ["BOX", "UNIT", "TILE"]
+"""
+
+
+def test_a_site_file_that_only_the_daemon_has(run_folder: Path, tmp_path: Path, holder, monkeypatch, capsys) -> None:
+    """The tools believe the daemon, not a file of their own."""
+    (tmp_path / "site.toml").write_text(LAB)
+    process = holder("tiles:0", TILEWORK_SITE=str(tmp_path / "site.toml"))
+    process.stdout.readline()
+    assert snconfig.main([]) == 0 and "Platform Name: lab" in (text := capsys.readouterr().out)
+    assert "Number of UNITS: 2" in text and text.count("TILE Name") == 6
+    monkeypatch.setenv("SF_RNT_TILE_AFFINITY", "0xf0")
+    assert tiles_asked(Namespace(), "none.pef") == "tiles:3,4,5"
+    assert snconfig.main(["--platform", "SN10-8"]) == 0
+    said = capsys.readouterr()
+    assert "platform SN10-8 asked for; this machine's tiles are lab (the site's choice)" in said.err
+    assert "Platform Name: lab" in said.out
+
+
+def test_a_platform_that_is_not_in_use(run_folder: Path, holder, monkeypatch, capsys) -> None:
+    process = holder("tiles:0")
+    process.stdout.readline()
+    line = "platform SN30-8 asked for; this machine's tiles are host (in use)\n"
+    for main, words in ((sntilestat.main, []), (snconfig.main, ["show", "Node"])):
+        assert main([*words, "--platform", "nonsense"]) == 2
+        said = capsys.readouterr()
+        assert "[tiles-platform] no platform 'nonsense'" in said.err and said.out == ""
+        assert main([*words, "--platform", "SN30-8"]) == 0
+        said = capsys.readouterr()
+        assert said.err.endswith(": " + line) and said.err.count("\n") == 1 and "virtual" not in said.out
+    assert said.out.count("Platform Name: host") == 2
+    seen = client.view(platform="SN30-8")
+    assert any(text in line for text in shown(seen, 100, 30)[1:2])
+    from tilework.cli import tiles
+
+    path = seen["tiles"][0]["path"]
+    for what in ("drain", "undrain", "reset_tile"):  # what is changed must be what was asked for
+        with pytest.raises(UserError, match="SN30-8 asked for") as e:
+            tiles.command(platform="SN30-8", **{what: path})
+        assert e.value.id == "tiles-platform"
+    assert process.poll() is None and all(t["drained"] is None for t in client.view()["tiles"])
+    tiles.command(platform="SN30-8")
+    said = capsys.readouterr()
+    assert said.err == "tilework: " + line and str(process.pid) in said.out
+
+
+def test_draining_on_an_idle_node(run_folder: Path, capsys) -> None:
+    """What a look shows is what is drained, whatever platform the last session had."""
+    from tilework.cli import tiles
+
+    client.lease("1", platform="SN10-8").release()
+    assert client.view()["platform"] == "host"
+    tiles.command(drain="/XRDU_0/RDU_0/TILE_0")
+    assert client.view()["platform"] == "host" and "drained" in capsys.readouterr().out
+    tiles.command(undrain="/XRDU_0/RDU_0/TILE_0")
+    tiles.command(drain="/XRDU_0/RDU_0/TILE_0", platform="SN10-8")
+    assert client.view()["platform"] == "SN10-8"
+    with pytest.raises(UserError, match="no platform"):
+        client.lease("1", platform="nonsense")
+
+
+def test_history(run_folder: Path, capsys) -> None:
+    from tilework.cli import tiles
+
+    client.lease("1", command="first").release()
+    mine = client.lease("1", command="second")
+    tiles.command(history=5)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[-1] for line in lines] == ["COMMAND", "second", "first"]
+    assert "still held" in lines[1] and "released" in lines[2]
+    mine.release()
+
+
+def test_a_path_that_is_empty(run_folder: Path, holder, capsys) -> None:
+    """An unset variable is no tile at all."""
+    from tilework.cli import tiles
+
+    process = holder("tiles:0")
+    process.stdout.readline()
+    for what in ("drain", "undrain", "reset_tile"):
+        for path in ("", "/"):
+            with pytest.raises(UserError, match="names no board, chip or tile"):
+                tiles.command(**{what: path})
+    with pytest.raises(UserError, match="names no board, chip or tile"), client.talking() as ask:
+        ask(messages.Drain(""))  # the daemon does not rely on the tool
+    assert process.poll() is None and all(t["drained"] is None for t in client.view()["tiles"])
+    path = client.view()["tiles"][0]["path"]
+    tiles.command(drain=path, reason="fan")
+    tiles.command()
+    text = capsys.readouterr().out
+    assert f"drained: {path}" in text and re.search(r"held, \w+, drained fan", text)
+    tiles.command(undrain=path)
+    assert f"in use again: {path}" in capsys.readouterr().out
+
+
+def test_a_daemon_from_before_an_upgrade(monkeypatch, capsys) -> None:
+    """What it does not say yet is no reason to fail."""
+    from tilework.cli import tiles
+
+    view = seen("SN10-8")
+    del view["platform_note"]
+    for module in (sntilestat, snconfig, client):
+        monkeypatch.setattr(module, "view", lambda *_, **__: view)
+    assert sntilestat.main([]) == snconfig.main(["show", "Node"]) == 0
+    tiles.command()
+    assert shown(view) and capsys.readouterr().err == ""
+
+
+# ---- over HTTP ----
+
+TOKEN = "0123456789abcdef"
+
+
+def served(tmp_path: Path, address: str = "127.0.0.1:0"):
+    (tmp_path / "token").write_text(TOKEN + "\n")
+    return listen(address, str(tmp_path / "token"))
+
+
+def get(server, path: str = "/metrics", token: str = TOKEN) -> tuple[int, str]:
+    import http.client
+
+    connection = http.client.HTTPConnection(*server.server_address[:2], timeout=10)
+    try:
+        connection.request("GET", path, headers={"Authorization": f"Bearer {token}"})
+        reply = connection.getresponse()
+        return reply.status, reply.read().decode()
+    finally:
+        connection.close()
+
+
+def test_slow_clients_shut_nobody_out(run_folder: Path, tmp_path: Path, monkeypatch) -> None:
+    """They drip a byte now and then, without ever showing a token."""
+    client.view()
+    monkeypatch.setattr(endpoint, "ASKING_SECONDS", 2.0)
+    server = served(tmp_path)
+    slow = []
+    before = threading.active_count()
+    try:
+        for _ in range(100):
+            slow.append(socket.create_connection(server.server_address))
+            slow[-1].send(b"GET /metr")
+        assert get(server)[0] == 200 and get(server, token="wrong" * 4)[0] == 401
+        assert threading.active_count() - before <= endpoint.ROOM
+        until = time.monotonic() + 6
+        while threading.active_count() > before and time.monotonic() < until:
+            for sock in slow[-endpoint.ROOM :]:
+                with contextlib.suppress(OSError):
+                    sock.send(b"i")  # what is dripped gives no more time
+            time.sleep(0.1)
+        assert threading.active_count() == before and get(server)[0] == 200
+    finally:
+        server.shutdown()
+        server.server_close()
+        for sock in slow:
+            sock.close()
+
+
+def test_the_listener_without_its_daemon(run_folder: Path, tmp_path: Path) -> None:
+    server = served(tmp_path)
+    try:
+        status, text = get(server)
+        assert status == 503 and text == "no daemon serves this machine's tiles\n"
+        assert get(server, "/else")[0] == 404
+        client.view()
+        assert get(server)[0] == 200
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_where_to_listen(run_folder: Path, tmp_path: Path) -> None:
+    client.view()
+    try:
+        server = served(tmp_path, "[::1]:0")
+    except UserError as e:
+        assert "Address family" in e.found or "Cannot assign" in e.found, e  # a machine without IPv6
+    else:
+        assert get(server)[0] == 200
+        server.shutdown()
+        server.server_close()
+    for wrong in (
+        "::1:9464",
+        "[::1]",
+        "127.0.0.1",
+        "127.0.0.1:99999",
+        "127.0.0.1:x",
+        ":9464",
+        "[127.0.0.1]:1",
+        "a b:1",
+        "x" * 70 + ":1",
+    ):
+        with pytest.raises(UserError) as e:
+            served(tmp_path, wrong)
+        assert e.value.id == "tiles-listen"
+    for content in (b"\xff" * 20, b"two words and more", b"short"):
+        (tmp_path / "bad").write_bytes(content)
+        with pytest.raises(UserError, match="bad: the token") as e:
+            listen("127.0.0.1:0", str(tmp_path / "bad"))
+        assert e.value.id == "tiles-listen"
 
 
 # ---- affinity ----
@@ -229,9 +550,20 @@ def test_a_daemon_ends_when_nobody_needs_it(run_folder: Path, monkeypatch) -> No
     from tilework.tiles.daemon import Daemon
 
     run_folder.mkdir()
+    monkeypatch.setattr("tilework.tiles.seat._taken_here", False)  # and so again after this test: no other is the daemon
     daemon = Daemon(run_folder, auto=True)
     assert daemon.open()
     daemon.used = time.monotonic() - 10_000
     daemon.serve()  # returns at once
     daemon.stop()
     kill_daemon(run_folder)
+
+
+def test_what_nobody_knows_is_not_made_up(run_folder: Path, holder) -> None:
+    process = holder("tiles:0")
+    process.stdout.readline()
+    seen = client.view()
+    seen["leases"][0]["shares"] = {}
+    lines = sntilestat.table(seen).splitlines()
+    assert lines[1].split()[1:7] == ["N/A"] * 6 and lines[2].split()[1] == "100.0"
+    assert lines[0].index("PID") == lines[1].index(str(process.pid)) + len(str(process.pid)) - 3

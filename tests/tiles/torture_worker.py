@@ -11,7 +11,7 @@ import sys
 import time
 
 from tilework.errors import MachineError, UserError
-from tilework.tiles import client
+from tilework.tiles import client, locks
 from tilework.tiles.asks import Ask
 
 
@@ -19,6 +19,8 @@ def main() -> None:
     folder, seed, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     random.seed(seed)
     log = os.open(f"{folder}/log", os.O_WRONLY | os.O_APPEND)
+    # Opened before any lease, and locked by the process: when it is killed, the kernel closes these before the lease's own file.
+    check = [os.open(f"{folder}/tile-{i}", os.O_RDWR) for i in range(32)]
     for _ in range(count):
         ask = random.choice([Ask(count=random.randint(1, 6)), Ask(count=1), Ask(chips=random.randint(1, 2)),
                              Ask(tiles=tuple(sorted(random.sample(range(32), 3)))), Ask(count=24)])  # fmt: skip
@@ -32,15 +34,14 @@ def main() -> None:
             os.write(log, f"trouble {os.getpid()} {e.id} {e.found}\n".encode())
             continue
         waited = time.monotonic() - begin
-        held = [os.open(f"{folder}/tile-{i}", os.O_RDWR) for i in lease.tiles]
-        for i, fd in zip(lease.tiles, held, strict=True):
+        for i in lease.tiles:
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                os.write(log, f"twice {i} {os.getpid()} {lease.id}\n".encode())
+                fcntl.lockf(check[i], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                os.write(log, f"twice {i} {os.getpid()} {lease.id} beside {locks.holder(check[i])}\n".encode())
         time.sleep(random.random() * 0.01)
-        for fd in held:
-            os.close(fd)
+        for i in lease.tiles:
+            fcntl.lockf(check[i], fcntl.LOCK_UN)
         how = random.random()
         if how < 0.05:
             os.write(log, f"done {waited:.3f}\n".encode())

@@ -11,7 +11,7 @@ from pathlib import Path
 import tilework
 from tilework.tiles import holding
 from tilework.tiles.client import view
-from tilework.tiles.topology import Node, asked_platform, detect
+from tilework.tiles.topology import Node, asked_platform, node_of
 
 from .compiling import METADATA
 
@@ -24,7 +24,7 @@ def tiles_asked(args: Namespace, path: Path | str) -> str | None:
     if not holding.wanted():
         return None
     if text:
-        node = detect(view(0.0, asked_platform())["platform"])  # as the daemon has it: all users share one view
+        node = node_of(view(0.0, asked_platform()))  # as the daemon has it: all users share one view
         return "tiles:" + ",".join(map(str, tiles_of_mask(text, node)))
     asked = getattr(args, "num_tiles", None) or _noted(path)
     return str(asked) if asked else None

@@ -12,7 +12,7 @@ from typing import Any
 from tilework.errors import TileworkError
 from tilework.tiles.client import view
 from tilework.tiles.machine import Link, Machine, machine, processor
-from tilework.tiles.topology import Node, detect
+from tilework.tiles.topology import Node, node_of
 
 _LINE = "=" * 54
 
@@ -119,12 +119,14 @@ def main(argv: list[str] | None = None) -> int:
     if words and (words[:1] != ["show"] or words[1:2] not in ([], ["node"]) or words[2:] not in ([], ["static"], ["dynamic"])):
         p.error(f"cannot understand {' '.join(args.words)!r}: expected show Node static, or show Node dynamic")
     try:
-        if words[2:] == ["dynamic"]:
-            print(dynamic(view(2.0, args.platform)))
-        else:
-            print(static(detect(args.platform or view(0.0)["platform"]), machine(), banner=bool(words)))
-            if words and words[2:] == []:
-                print(dynamic(view(2.0, args.platform)))
+        seen = view(2.0, args.platform)  # one look, so that both parts are about the same node
+        if seen.get("platform_note"):  # a daemon from before an upgrade does not say
+            print(f"snconfig: {seen['platform_note']}", file=sys.stderr)
+        if words[2:] != ["dynamic"]:
+            print(static(node_of(seen), machine(), banner=bool(words)))
+        if words and words[2:] != ["static"]:
+            print(dynamic(seen))
+        sys.stdout.flush()
     except TileworkError as e:
         print(f"snconfig: {e}", file=sys.stderr)
         return e.exit_code

@@ -11,16 +11,17 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from tilework.errors import TileworkError
+from tilework.errors import TileworkError, UserError
 from tilework.tiles.client import view
 from tilework.tiles.page import COLUMNS
 
 _WIDTHS = {"idle": 5, "exec": 5, "pload": 6, "aload": 6, "chkpt": 6, "quiesce": 8}
 _FREE = {"idle": 100.0}
+_SHORTEST, _LONGEST = 0.1, 86400.0  # seconds between two looks
 
 
 def rows(seen: Mapping[str, Any], skip_idle: bool = False) -> list[dict[str, Any]]:
-    """One row a tile: its path, percentages that add up to 100, and the process that holds it."""
+    """One row a tile: its path, percentages that add up to 100 (None: nobody knows), and the process that holds it."""
     leases = {lease["id"]: lease for lease in seen["leases"]}
     found = []
     for tile in seen["tiles"]:
@@ -28,10 +29,22 @@ def rows(seen: Mapping[str, Any], skip_idle: bool = False) -> list[dict[str, Any
         if lease is None and skip_idle:
             continue
         shares = lease["shares"] if lease else _FREE
-        found.append({"tile": tile["path"], **{c: shares.get(c, 0.0) for c in COLUMNS}, "pid": lease["pid"] if lease else None,
+        found.append({"tile": tile["path"], **{c: shares.get(c, 0.0) if shares else None for c in COLUMNS},
+                      "pid": lease["pid"] if lease else None,
                       "user": lease["user"] if lease else None, "command": lease["command"] if lease else None,
-                      "hung": bool(lease and lease["hung"]), "drained": tile["drained"]})  # fmt: skip
+                      "hung": bool(lease and lease["hung"]), "drained": tile["drained"],
+                      "state": _state(tile, lease)})  # fmt: skip
     return found
+
+
+def _state(tile: Mapping[str, Any], lease: Mapping[str, Any] | None) -> str:
+    """free, held, hung or drained; 'held drained' where its holder is the last one."""
+    words = ["hung" if lease["hung"] else "held"] if lease else []
+    return " ".join(words + ["drained"] * (tile["drained"] is not None)) or "free"
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}"
 
 
 def table(seen: Mapping[str, Any], skip_idle: bool = False, width: int | None = None) -> str:
@@ -41,7 +54,7 @@ def table(seen: Mapping[str, Any], skip_idle: bool = False, width: int | None = 
     head = f"{'TILE':<{first}} " + " ".join(f"{'%' + c:>{_WIDTHS[c]}}" for c in COLUMNS) + f" {'PID':>6} {'USER':>8} COMMAND"
     lines = [head]
     for r in found:
-        line = f"{r['tile']:<{first}} " + " ".join(f"{r[c]:>{_WIDTHS[c]}.1f}" for c in COLUMNS)
+        line = f"{r['tile']:<{first}} " + " ".join(f"{_percent(r[c]) or 'N/A':>{_WIDTHS[c]}}" for c in COLUMNS)
         if r["pid"] is not None:
             line += f" {r['pid']:>6} {r['user']:>8} {'(hung) ' if r['hung'] else ''}{r['command']}"
         elif r["drained"] is not None:
@@ -61,24 +74,32 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--json", action="store_true", help="one JSON list each time")
     p.add_argument("--platform", default=os.environ.get("TILEWORK_PLATFORM"), help="host, SN10-8, SN30-8, or the site's own")
     args = p.parse_args(argv)
-    if (args.interval is not None and args.interval <= 0) or (args.count is not None and args.count < 1):
-        p.error("--interval and --count must be more than 0")
+    if args.count is not None and args.count < 1:
+        p.error("--count must be more than 0")
     times = args.count or (1 if args.interval is None else None)
-    writer = csv.writer(sys.stdout)
-    done = 0
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    done, said = 0, ""
     try:
+        if args.interval is not None and not _SHORTEST <= args.interval <= _LONGEST:  # nan is not either
+            raise UserError("tiles-interval", "--interval is no time to wait between two looks", found=f"{args.interval:g}",
+                            expected=f"from {_SHORTEST:g} to {_LONGEST:g} seconds")  # fmt: skip
         while times is None or done < times:
             if done:
                 time.sleep(args.interval or 1.0)
             seen = view(min(args.interval or 2.0, 60.0), args.platform)
+            note = seen.get("platform_note", "")  # a daemon from before an upgrade does not say
+            if note and note != said:  # once, not at every look
+                said = note
+                print(f"sntilestat: {said}", file=sys.stderr)
             if args.json:
                 print(json.dumps(rows(seen, args.skip_idle)), flush=True)
             elif args.csv:
                 if not done:
-                    writer.writerow(["time", "tile", *COLUMNS, "pid", "user", "command"])
+                    writer.writerow(["time", "tile", *COLUMNS, "pid", "user", "command", "state", "reason"])
                 now = time.strftime("%Y-%m-%dT%H:%M:%S")
                 for r in rows(seen, args.skip_idle):
-                    writer.writerow([now, r["tile"], *(f"{r[c]:.1f}" for c in COLUMNS), r["pid"], r["user"], r["command"]])
+                    writer.writerow([now, r["tile"], *(_percent(r[c]) for c in COLUMNS), r["pid"], r["user"], r["command"],
+                                     r["state"], r["drained"]])  # fmt: skip
                 sys.stdout.flush()
             else:
                 width = os.get_terminal_size().columns if sys.stdout.isatty() else None

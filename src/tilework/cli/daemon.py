@@ -13,9 +13,9 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import MachineError, UserError
-from ..tiles import client, messages
-from ..tiles.places import INSTALLED, run_folder
-from .output import duration, out, print_json
+from ..tiles import client, locks, messages
+from ..tiles.places import ADDRESS, INSTALLED, run_folder
+from .output import count, duration, out, print_json
 
 NAME = "daemon"
 HELP = "The service that leases tiles: run, status, stop, log, install, remove."
@@ -25,8 +25,11 @@ UNIT = "etc/systemd/system/tilework.service"
 _UNIT = """[Unit]
 Description=Tilework: leases of this machine's tiles
 After=local-fs.target
+# It begins when the sessions from before the install have ended, however long that takes.
+StartLimitIntervalSec=0
 
 [Service]
+Type=notify
 ExecStart={python} -m tilework.tiles.service
 Restart=always
 RestartSec=1
@@ -73,7 +76,7 @@ def command(
             ask(messages.Stop())
         out.print("stopped; leases live on, and the next session starts a daemon again")
     elif action == "log":
-        out.print(log_path().read_text() if log_path().exists() else f"{log_path()}: nothing yet", markup=False)
+        out.print(log_path().read_text(errors="replace") if log_path().exists() else f"{log_path()}: nothing yet", markup=False)
     else:
         _install(root, action == "install")
 
@@ -100,10 +103,21 @@ def _status(metrics: bool, json: bool) -> None:
         return
     age = duration(time.time() - about["started"])
     out.print(f"pid {about['pid']}, user {about['user']}, version {about['version']}, for {age}\n"
-              f"platform {about['platform']}: {about['tiles']} tiles, {about['leases']} leases, {about['waiting']} waiting\n"
+              f"platform {about['platform']}: {count(about['tiles'], 'tile')}, {count(about['leases'], 'lease')}, "
+              f"{about['waiting']} waiting\n"
               f"folder {about['folder']}, log {about['log']}", markup=False)  # fmt: skip
     if about["trouble"]:
         out.print(f"its history cannot be written: {about['trouble']}", markup=False)
+
+
+def _check_unused() -> None:
+    """Once it is removed, sessions start a daemon of their own, which knows nothing of the service's leases."""
+    if client.answers(INSTALLED):
+        raise UserError("tiles-in-use", "the service still runs", fix="systemctl disable --now tilework, then this again")
+    pids = locks.alive(INSTALLED)
+    if pids:
+        raise UserError("tiles-in-use", "sessions still hold tiles of the service", found=", ".join(f"pid {p}" for p in pids[:8]),
+                        fix="wait for them, or end them, then this again")  # fmt: skip
 
 
 def _install(root: Path, install: bool) -> None:
@@ -116,8 +130,10 @@ def _install(root: Path, install: bool) -> None:
             lines = f"Alias={' '.join(aliases)}\n" if aliases else ""
             unit.write_text(_UNIT.format(python=sys.executable, aliases=lines))
         else:
+            if root == Path("/"):
+                _check_unused()
             unit.unlink(missing_ok=True)
-            (root / "run/tilework/daemon.address").unlink(missing_ok=True)  # or clients would wait for the service
+            (root / "run/tilework" / ADDRESS).unlink(missing_ok=True)  # or clients would wait for the service
     except OSError as e:
         raise MachineError(
             "site-write", f"{unit} could not be changed", found=str(e), fix="run this as root, or choose --root"

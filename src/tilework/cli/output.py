@@ -3,25 +3,41 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+import os
+import sys
+from typing import Any, NoReturn
 
 from rich.console import Console
 
-out = Console(highlight=False, soft_wrap=True)
+from ..tiles.describe import duration as duration
+
+
+class Screen(Console):
+    """A console that ends quietly where nobody reads on: `tilework tiles | head`."""
+
+    def on_broken_pipe(self) -> None:
+        nobody_reads()
+
+
+def nobody_reads() -> NoReturn:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still in the buffer has somewhere to go
+    raise SystemExit(0)
+
+
+out = Screen(highlight=False, soft_wrap=True, emoji=False)  # a command with :x: in it is shown as it is
 err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 def print_json(value: Any) -> None:
-    print(json.dumps(value, indent=1, default=str))
+    try:
+        print(json.dumps(value, indent=1, default=str), flush=True)
+    except BrokenPipeError:
+        nobody_reads()
 
 
-def duration(seconds: float) -> str:
-    """'12 s', '3 min', '2.5 h', '4 d'."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    if seconds < 7200:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h" if seconds < 172800 else f"{seconds / 86400:.0f} d"
+def count(number: int, thing: str) -> str:
+    """'1 tile', '2 tiles'."""
+    return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
 def size(num_bytes: float) -> str:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
-from rich.text import Text
 
 from ..errors import UserError
 from ..tiles import client, messages
 from ..tiles.reset import reset
-from .output import duration, out, print_json
+from ..tiles.topology import node_of
+from .output import duration, err, out, print_json
 
 NAME = "tiles"
 HELP = "List the tiles of this machine and who holds them; drain tiles, or reset a session."
@@ -29,17 +29,26 @@ def command(
         str | None, typer.Option("--reset", metavar="PATH", help="End the session that holds these tiles (its owner, or root).")
     ] = None,
     stack: Annotated[bool, typer.Option(help="Show where hung sessions are.")] = False,
+    history: Annotated[int, typer.Option(metavar="N", min=0, max=1000, help="Show the last N leases instead.")] = 0,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     if sum(x is not None for x in (drain, undrain, reset_tile)) > 1:
         raise UserError("tiles-ask", "one of --drain, --undrain and --reset at a time")
-    if drain is not None or undrain is not None:
-        with client.talking() as ask:
-            done = ask(messages.Drain(drain or undrain or "", drain is not None, reason))
-        word = "drained" if drain else "in use again"
-        print_json(done) if json else out.print(f"{word}: {', '.join(done['tiles'])}", markup=False)
+    if history:
+        _history(history, json)
         return
     seen = client.view(platform=platform)
+    path = next((p for p in (drain, undrain, reset_tile) if p is not None), None)
+    if path is not None:
+        if seen.get("platform_note"):  # a path means other cores on another platform
+            raise UserError("tiles-platform", seen["platform_note"], fix="leave --platform out to change the tiles in use")
+        node_of(seen).find(path)
+    if drain is not None or undrain is not None:
+        with client.talking() as ask:
+            done = ask(messages.Drain(path or "", drain is not None, reason, seen["platform"]))
+        word = "drained" if drain is not None else "in use again"
+        print_json(done) if json else out.print(f"{word}: {', '.join(done['tiles'])}", markup=False)
+        return
     if reset_tile is not None:
         ended = reset(seen, reset_tile)
         if json:
@@ -48,27 +57,46 @@ def command(
             how = signal.Signals(one["signal"]).name if one["signal"] else "it was gone"
             out.print(f"reset: pid {one['pid']} ({one['user']}, {one['command']}): {how}", markup=False)
         return
+    if seen.get("platform_note"):  # a daemon from before an upgrade does not say
+        err.print(f"tilework: {seen['platform_note']}", markup=False)
     if json:
         print_json(seen)
         return
     _print(seen, stack)
 
 
+def _history(limit: int, json: bool) -> None:
+    with client.talking() as ask:
+        leases = ask(messages.History(limit))["leases"]
+    if json:
+        print_json(leases)
+        return
+    out.print(f"{'BEGAN':19}  {'HELD':>7}  {'USER':10}  {'PID':>7}  {'TILES':12}  {'ENDED':13}  COMMAND", markup=False)
+    for lease in leases:
+        began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(lease["began"]))
+        held = duration((lease["ended"] or time.time()) - lease["began"])
+        how = lease["how"] or "still held"
+        out.print(f"{began}  {held:>7}  {lease['user']:10}  {lease['pid']:>7}  {lease['tiles']:12}  {how:13}  {lease['command']}",
+                  markup=False)  # fmt: skip
+
+
 def _print(seen: Mapping[str, Any], stack: bool) -> None:
+    """One line a tile, however long its command is: a terminal wraps it, a script can read it."""
     leases = {lease["id"]: lease for lease in seen["leases"]}
-    table = Table(box=None, pad_edge=False)
-    for column in ("TILE", "CPUS", "STATE", "PID", "USER", "HELD", "COMMAND"):
-        table.add_column(column, no_wrap=column != "COMMAND")
+    rows = [("TILE", "CPUS", "STATE", "PID", "USER", "HELD", "COMMAND")]
     for tile in seen["tiles"]:
         lease = leases.get(tile["lease"])
         where = f"GPU {tile['gpu']}" if tile["gpu"] is not None else ",".join(map(str, tile["cpus"]))
+        drained = "" if tile["drained"] is None else f"drained {tile['drained']}".strip()
         if lease:
-            table.add_row(tile["path"], where, state(lease), str(lease["pid"]), lease["user"],
-                          duration(lease["held_seconds"]), Text(lease["command"]))  # fmt: skip
+            doing = ", ".join(filter(None, (state(lease), drained)))
+            rows.append((tile["path"], where, doing, str(lease["pid"]), lease["user"], duration(lease["held_seconds"]),
+                         lease["command"]))  # fmt: skip
         else:
-            drained = tile["drained"]
-            table.add_row(tile["path"], where, Text("free" if drained is None else f"drained {drained}".strip()))
-    out.print(table)
+            rows.append((tile["path"], where, drained or "free", "", "", "", ""))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1] + [0]
+    for row in rows:
+        out.print(" ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip(), markup=False)
     for waiting in seen["queue"]:
         out.print(f"waiting: {waiting['ask']} for {waiting['user']}, pid {waiting['pid']}, "
                   f"{duration(waiting['waited_seconds'])}: {waiting['command']}", markup=False)  # fmt: skip

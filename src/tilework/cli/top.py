@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import sys
 import termios
 import time
 import tty
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from ..errors import MachineError, UserError
 from ..tiles import client
-from .output import duration, size
+from .output import Screen, count, duration, size
 from .tiles import state
 
 NAME = "top"
@@ -30,43 +32,60 @@ EXAMPLE = "Example: tilework top --interval 2"
 _SHOWN = {"free": ("·", "bright_black"), "idle": ("o", "yellow"), "exec": ("█", "green"), "pload": ("L", "magenta"),
           "aload": ("A", "cyan"), "chkpt": ("C", "blue"), "quiesce": ("Q", "bright_yellow"), "hung": ("!", "bold red"),
           "drained": ("x", "red")}  # fmt: skip
+_SHORTEST, _LONGEST = 0.2, 86400.0  # seconds between two looks
 _ROW = "{:>7} {:<9} {:>5} {:>5} {:>10} {:>9} {:>9} {:>7}"
 
 
 def command(
-    interval: Annotated[float, typer.Option(min=0.2, help="Seconds between two looks.")] = 1.0,
+    interval: Annotated[float, typer.Option(help="Seconds between two looks.")] = 1.0,
     once: Annotated[bool, typer.Option(help="Print one look and end.")] = False,
     svg: Annotated[Path | None, typer.Option(help="Save one look as a picture.")] = None,
     platform: Annotated[str | None, typer.Option(help="host, a named platform, or the site's own.")] = None,
 ) -> None:
-    console = Console(record=True, width=100, height=30, force_terminal=True) if svg is not None else Console()
+    if not _SHORTEST <= interval <= _LONGEST:  # nan is not either
+        raise UserError("tiles-interval", "--interval is no time to wait between two looks", found=f"{interval:g}",
+                        expected=f"from {_SHORTEST:g} to {_LONGEST:g} seconds")  # fmt: skip
+    console = Screen(record=True, width=100, height=30, force_terminal=True) if svg is not None else Screen()
     if once or svg is not None or not console.is_terminal or console.is_dumb_terminal:
         client.view(2.0, platform)
         console.print(screen(client.view(2.0, platform), console.width, console.height))
         if svg is not None:
-            console.save_svg(str(svg), title="tilework top")
+            _save(console, svg)
         return
     with _keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
-            seen = client.view(max(2.0, interval), platform)
+            seen = client.view(min(max(2.0, interval), 60.0), platform)
             live.update(screen(seen, console.width, console.height), refresh=True)
-            if pressed(interval) in ("q", "\x03"):
+            if pressed(interval):
                 return
 
 
+def _save(console: Screen, svg: Path) -> None:
+    try:
+        console.save_svg(str(svg), title="tilework top")
+    except OSError as e:
+        raise MachineError("disk-permission", f"{svg}: the picture cannot be saved", found=str(e),
+                           fix="choose a folder that exists and that you can write to") from e  # fmt: skip
+
+
 @contextmanager
-def _keys() -> Iterator[Any]:
-    """pressed(seconds): waits that long for a key. Without a keyboard it only waits."""
+def _keys() -> Iterator[Callable[[float], bool]]:
+    """pressed(seconds): waits that long for a key; True where one of them ends it. Without a keyboard it only waits."""
     try:
         fd = sys.stdin.fileno()
         before = termios.tcgetattr(fd)
     except (termios.error, ValueError, OSError):
-        yield lambda seconds: time.sleep(seconds)
+        yield _wait
         return
 
-    def pressed(seconds: float) -> str:
-        ready = select.select([fd], [], [], seconds)[0]
-        return sys.stdin.read(1) if ready else ""
+    def pressed(seconds: float) -> bool:
+        if not select.select([fd], [], [], seconds)[0]:
+            return False
+        try:
+            keys = os.read(fd, 1024)  # all that were typed; sys.stdin would keep some back where select does not see them
+        except OSError:
+            return True
+        return not keys or b"q" in keys or b"\x03" in keys  # none at all: the terminal is gone
 
     try:
         tty.setcbreak(fd)
@@ -76,48 +95,64 @@ def _keys() -> Iterator[Any]:
             termios.tcsetattr(fd, termios.TCSADRAIN, before)
 
 
+def _wait(seconds: float) -> bool:
+    time.sleep(seconds)
+    return False
+
+
 def screen(seen: Mapping[str, Any], width: int, height: int) -> RenderableType:
     """One look, no larger than the terminal."""
     leases = {lease["id"]: lease for lease in seen["leases"]}
     held = sum(t["lease"] is not None for t in seen["tiles"])
-    head = Text(f"{seen['title']}  {len(seen['tiles'])} tiles, {held} held, {seen['num_waiting']} waiting  ", style="bold")
+    tiles = count(len(seen["tiles"]), "tile")
+    head = Text(f"{seen['title']}  {tiles}, {held} held, {seen['num_waiting']} waiting  ", style="bold")
     head.append(time.strftime("%H:%M:%S"), style="bright_black")
-    parts: list[RenderableType] = [head]
-    if seen["note"]:
-        parts.append(Text(seen["note"], style="bright_black", no_wrap=True, overflow="ellipsis"))
-    tiles = _map(seen, leases, width)
-    parts += tiles
-    parts.append(_legend())
-    left = max(3, height - len(parts) - 2)
-    parts.append(Text(""))
-    parts.append(_sessions(seen, left))
-    return Group(*parts)
+    above = [head, *(Text(seen[k], style="bright_black") for k in ("platform_note", "note") if seen.get(k))]
+    below = [*_legend(width), Text("")]
+    least = 4 if seen["leases"] or seen["queue"] else 1  # for sessions: a heading, one session, how many more there are
+    room = max(1, height - len(above) - len(below) - least)
+    lines = above + _map(seen, leases, width, room) + below
+    lines = (lines + _sessions(seen, max(least, height - len(lines))))[:height]
+    for line in lines:
+        line.no_wrap, line.overflow = True, "ellipsis"
+    return Group(*lines)
 
 
-def _map(seen: Mapping[str, Any], leases: Mapping[str, Any], width: int) -> list[RenderableType]:
-    """Each chip is a name and a cell a tile; as many chips side by side as fit."""
+def _map(seen: Mapping[str, Any], leases: Mapping[str, Any], width: int, most: int) -> list[Text]:
+    """Each chip is a name and a cell a tile; as many chips side by side as fit. A chip wider than the screen goes on below its
+    name. What does not fit into `most` lines is counted in the last one."""
     chips: dict[int, list[Mapping[str, Any]]] = {}
     for tile in seen["tiles"]:
         chips.setdefault(tile["chip"], []).append(tile)
-    cells = []
+    cells: list[tuple[Text, list[str]]] = []  # and what its tiles do
     for tiles in chips.values():
-        text = Text(tiles[0]["path"].rsplit("/", 1)[0][1:] + " ")
-        for tile in tiles:
-            letter, colour = _SHOWN[_doing(tile, leases.get(tile["lease"]))]
-            text.append(letter, style=colour)
-        cells.append(text)
-    widest = max(len(c) for c in cells) + 3
-    columns = max(1, min(len(cells), width // widest))
+        name = tiles[0]["path"].rsplit("/", 1)[0][1:] + " "
+        name = name if len(name) <= width // 2 else "…" + name[1 - width // 2 :]
+        fit = max(1, width - len(name))
+        doing = [_doing(tile, leases.get(tile["lease"])) for tile in tiles]
+        for i in range(0, len(tiles), fit):
+            text = Text(name if i == 0 else " " * len(name))
+            for what in doing[i : i + fit]:
+                text.append(*_SHOWN[what])
+            cells.append((text, doing[i : i + fit]))
+    widest = max(len(text) for text, _ in cells) + 3
+    columns = max(1, min(len(cells), (width + 3) // widest))
     rows = -(-len(cells) // columns)
-    lines: list[RenderableType] = []
+    hidden = [what for _, doing in cells[columns * (most - 1) :] for what in doing] if rows > most else []
+    if hidden:
+        rows = most - 1
+        cells = cells[: columns * rows]
+    lines = []
     for row in range(rows):
-        line = Text(no_wrap=True, overflow="ellipsis")
-        for column in range(columns):
-            i = column * rows + row
-            if i < len(cells):
-                line.append_text(cells[i])
-                line.append(" " * (widest - len(cells[i])))
+        line = Text()
+        for text, _ in cells[row::rows]:  # down the columns
+            line.append_text(text)
+            line.append(" " * (widest - len(text)))
+        line.rstrip()
         lines.append(line)
+    if hidden:
+        does = ", ".join(f"{hidden.count(what)} {what}" for what in _SHOWN if what in hidden)
+        lines.append(Text(f"and {count(len(hidden), 'tile')} more: {does}", style="bright_black"))
     return lines
 
 
@@ -131,25 +166,28 @@ def _doing(tile: Mapping[str, Any], lease: Mapping[str, Any] | None) -> str:
     return most if busy and busy[most] >= 5.0 else "idle"
 
 
-def _legend() -> Text:
-    text = Text(no_wrap=True, overflow="ellipsis")
+def _legend(width: int) -> list[Text]:
+    lines = [Text()]
     for name, (letter, colour) in _SHOWN.items():
-        text.append(letter, style=colour)
-        text.append(f" {name}  ", style="bright_black")
-    return text
+        gap = "  " if lines[-1] else ""
+        if len(lines[-1]) + len(f"{gap}{letter} {name}") > width:
+            lines.append(Text())
+            gap = ""
+        lines[-1].append(gap).append(letter, style=colour).append(f" {name}", style="bright_black")
+    return lines
 
 
-def _sessions(seen: Mapping[str, Any], rows: int) -> RenderableType:
+def _sessions(seen: Mapping[str, Any], rows: int) -> list[Text]:
     """Two lines a session: its numbers, then what it is and does."""
     if not seen["leases"] and not seen["queue"]:
-        return Text("nobody holds a tile", style="bright_black")
+        return [Text("nobody holds a tile", style="bright_black")]
     lines = [Text(_ROW.format("PID", "USER", "TILES", "%EXEC", "STEPS/S", "LOSS", "MEM", "HELD"), style="bold")]
     room = max(1, (rows - 2) // 2)
     shown = seen["leases"][:room]
     for lease in shown:
         loss, rate = lease.get("loss"), lease.get("steps_per_second", 0.0)
         lines.append(Text(_ROW.format(
-            lease["pid"], lease["user"][:9], len(lease["tiles"]), f"{lease['shares']['exec']:.0f}",
+            lease["pid"], lease["user"][:9], len(lease["tiles"]), f"{lease['shares']['exec']:.0f}" if lease["shares"] else "?",
             f"{rate:,.0f}" if rate >= 10 else f"{rate:.1f}", "" if loss is None else f"{loss:.4g}",
             size(lease.get("memory_bytes", 0)), duration(lease["held_seconds"]))))  # fmt: skip
         second = Text(f"{'':>8}")
@@ -161,12 +199,10 @@ def _sessions(seen: Mapping[str, Any], rows: int) -> RenderableType:
         waited = duration(w["waited_seconds"])
         lines.append(Text(f"{w['pid']:>7} {w['user'][:9]:<9} waits for {w['ask']}, {waited}: {w['command']}",
                           style="bright_black"))  # fmt: skip
-    more = len(seen["leases"]) + len(seen["queue"]) - len(shown) - len(waiting)
+    more = len(seen["leases"]) + max(len(seen["queue"]), seen["num_waiting"]) - len(shown) - len(waiting)
     if more > 0:
         lines.append(Text(f"and {more} more", style="bright_black"))
-    for line in lines:
-        line.no_wrap, line.overflow = True, "ellipsis"
-    return Group(*lines)
+    return lines
 
 
 def _colour(lease: Mapping[str, Any]) -> str:

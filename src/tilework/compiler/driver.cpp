@@ -55,6 +55,7 @@ struct Call {
   int64_t steps_done;         // on return: how many whole steps
   const float* loss;          // the loss buffer to watch for values that are no numbers; null: none
   int64_t counts;             // whether its steps count as steps: not those of fwd or bwd alone
+  const float* shown_loss;    // the loss that its programs compute, for the page; null: none
 };
 
 static int64_t next_seed(Random* r) {
@@ -120,39 +121,74 @@ static void leave_worker_core() {
 }
 
 // The page: what this process is doing, for everybody to see (tiles/page.py has its layout). Two clock readings a step.
-enum Field { kSequence = 1, kState = 2, kSince = 3, kFirst = 4, kSteps = 10, kLoss = 11 };
+// A slot is one session's, which makes one call at a time. The record is the process's: all of its threads write there, those of
+// other libraries like this one too, so a lock guards it. It is held for some 30 ns. Who finds it taken soon sleeps: its holder may
+// have lost the CPU, and may be less urgent than we are.
+enum SlotField { kState = 1, kSince = 2, kSteps = 3, kLoss = 4 };
+enum RecordField { kSequence = 0, kLock = 1, kCounts = 2, kNow = 3, kNowSince = 4, kFirst = 6 };
 enum State { kExec = 1, kArguments = 3 };
-static int64_t* page = nullptr;
-static const float* shown_loss = nullptr;
+enum { kBits = 12 };  // of a state in the counts: how many sessions are in it
+static int64_t* record = nullptr;
+static int64_t* slot = nullptr;
 
-EXPORT void tilework_meter(int64_t* where, const float* loss) {
-  page = where;
-  shown_loss = loss;
+static inline int64_t one(int64_t state) { return state ? 1ll << kBits * (state - 1) : 0; }
+
+static void lock_record(int64_t* r) {
+  for (int tries = 0; __atomic_exchange_n(r + kLock, 1, __ATOMIC_ACQUIRE); ++tries) {
+    const timespec moment = {0, 10000};
+    if (tries > 50) nanosleep(&moment, nullptr);
+  }
+}
+
+static inline int64_t enter(int64_t* record, int64_t* slot, int64_t state) {
+  lock_record(record);
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);  // with the lock, so that times never run backwards
+  const int64_t now = t.tv_sec * 1000000000ll + t.tv_nsec;
+  volatile int64_t *r = record, *s = slot;
+  const int64_t before = s[kState], was = r[kNow];
+  const int64_t counts = r[kCounts] + one(state) - one(before);
+  const int64_t first = counts ? __builtin_ctzll(counts) / kBits + 1 : 0;  // the state of the process
+  const int64_t sequence = r[kSequence] | 1;
+  r[kSequence] = sequence;
+  __atomic_thread_fence(__ATOMIC_RELEASE);
+  s[kSince] = now;
+  s[kState] = state;
+  r[kCounts] = counts;
+  if (first != was) {
+    r[kFirst + was] = r[kFirst + was] + now - r[kNowSince];
+    r[kNowSince] = now;
+    r[kNow] = first;
+  }
+  __atomic_thread_fence(__ATOMIC_RELEASE);
+  r[kSequence] = sequence + 1;
+  __atomic_store_n(record + kLock, 0, __ATOMIC_RELEASE);
+  return before;
+}
+
+// For Python, which has no such lock. When the page's layout changes, so do the names of these two: Python counts for a driver
+// that does not have them.
+EXPORT int64_t tilework_enter(int64_t* record, int64_t* slot, int64_t state) { return enter(record, slot, state); }
+
+// Where this library's calls are counted. Null: nowhere.
+EXPORT void tilework_count_at(int64_t* process_record, int64_t* session_slot) {
+  record = process_record;
+  slot = session_slot;
 }
 
 static inline void enter(int64_t state) {
-  if (!page) return;
-  timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  const int64_t now = t.tv_sec * 1000000000ll + t.tv_nsec;
-  volatile int64_t* p = page;
-  p[kSequence] = p[kSequence] + 1;
-  __atomic_thread_fence(__ATOMIC_RELEASE);
-  p[kFirst + p[kState]] = p[kFirst + p[kState]] + now - p[kSince];
-  p[kState] = state;
-  p[kSince] = now;
-  __atomic_thread_fence(__ATOMIC_RELEASE);
-  p[kSequence] = p[kSequence] + 1;
+  if (slot) enter(record, slot, state);
 }
 
 struct Metered {  // back to the state from before, however the call ends
   int64_t before;
-  Metered() : before(page ? page[kState] : 0) { enter(kArguments); }
+  const float* loss = nullptr;  // set once it has been computed
+  Metered() : before(slot ? slot[kState] : 0) { enter(kArguments); }
   ~Metered() {
     enter(before);
-    if (page && shown_loss) {
-      const double loss = *shown_loss;
-      memcpy(page + kLoss, &loss, sizeof(loss));
+    if (slot && loss) {
+      const double value = *loss;
+      memcpy(slot + kLoss, &value, sizeof(value));
     }
   }
 };
@@ -182,6 +218,7 @@ EXPORT int tilework_call(Call* call, char** addresses, char* error, size_t size)
       enter(kExec);
       if (call->micro.run(call->micro.buffers, error, size)) return 1;
       enter(kArguments);
+      metered.loss = call->shown_loss;
       for (int64_t i = 0; i < call->num_outputs; ++i)
         give(call->outputs[i], addresses[call->outputs[i].address], at, at + 1 == total);
       if (call->loss && !(*call->loss == *call->loss)) return 2;
@@ -192,7 +229,7 @@ EXPORT int tilework_call(Call* call, char** addresses, char* error, size_t size)
       enter(kArguments);
     }
     call->steps_done = step + 1;
-    if (page) page[kSteps] += call->counts;
+    if (slot) slot[kSteps] += call->counts;
   }
   return 0;
 }

@@ -13,6 +13,7 @@ from ..artifact.graph import DTYPES, dtype_name
 from ..artifact.manifest import Argument
 from ..artifact.structure import Structure, flatten
 from ..errors import UserError, did_you_mean
+from ..tiles.page import ALOAD, Slot
 
 
 def _is_leaf(value: Any) -> bool:
@@ -80,7 +81,8 @@ def flat_inputs(args: tuple[Any, ...], expected: list[Argument], structure: Stru
 class InputPlan:
     """What the inputs of one kind of call must be; turns the caller's tensors into dense ones with `count` slices."""
 
-    def __init__(self, expected: list[Argument], structure: Structure, count: int, batch_dim: int | None) -> None:
+    def __init__(self, expected: list[Argument], structure: Structure, count: int, batch_dim: int | None, page: Slot) -> None:
+        self._page = page
         self.expected, self.structure, self.count, self.batch_dim = expected, structure, count, batch_dim
         self.types = [(DTYPES[a.type.dtype], torch.Size(_whole_shape(tuple(a.type.shape), count, batch_dim))) for a in expected]
         self.num_inputs, self.dtypes, self.shapes = len(expected), [d for d, _ in self.types], [s for _, s in self.types]
@@ -106,7 +108,8 @@ class InputPlan:
                     break
             else:
                 return args
-        return self._long_way(flat_inputs(args, self.expected, self.structure))
+        with self._page.during(ALOAD):
+            return self._long_way(flat_inputs(args, self.expected, self.structure))
 
     def _long_way(self, leaves: list[Tensor]) -> list[Tensor]:
         """Lists every wrong shape and dtype; makes what is right dense, one slice a micro-batch."""

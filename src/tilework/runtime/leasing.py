@@ -24,15 +24,20 @@ class Footing:
         global _unleased, _threads_before
         self.lease: Lease | None = holding.hold(tiles) if leased and holding.wanted() else None
         if self.lease is None:
-            _unleased = _unleased or Page()
+            if _unleased is None or not _unleased.process.is_own:  # none yet, or that of the process we were forked from
+                _unleased = Page(shared=False)
             self.page = _unleased.slot()
             self.num_threads: int | None = None
             self.close: Callable[[], Any] = weakref.finalize(self, self.page.close)
             return
-        self.page = self.lease.page.slot()
-        self.num_threads = self.lease.num_cores if "OMP_NUM_THREADS" not in os.environ else None
-        _threads_before = _threads_before or torch.get_num_threads()
-        self.close = weakref.finalize(self, _give_back, self.lease, self.page)
+        try:
+            self.page = self.lease.page.slot()
+            self.num_threads = self.lease.num_cores if "OMP_NUM_THREADS" not in os.environ else None
+            _threads_before = _threads_before or torch.get_num_threads()
+            self.close = weakref.finalize(self, _give_back, self.lease, self.page)
+        except BaseException:
+            holding.let_go(self.lease)
+            raise
 
 
 def _give_back(lease: Lease, page: Slot) -> None:

@@ -9,13 +9,11 @@ session.to_host(model)               # only now does the host's model change
 from __future__ import annotations
 
 import builtins
-import json
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 
@@ -23,10 +21,9 @@ from ..artifact.fingerprint import require
 from ..artifact.graph import DTYPES
 from ..artifact.reader import Artifact, read_artifact
 from ..artifact.structure import unflatten
-from ..artifact.writer import write_whole
 from ..errors import MachineError, UserError, did_you_mean
 from ..tiles.page import ALOAD, CHKPT, PLOAD, QUIESCE
-from . import sync
+from . import checkpoint, sync
 from .arguments import InputPlan, joined
 from .devices import Bound, Call, Metered, NotANumber, open_device
 from .leasing import Footing
@@ -62,9 +59,8 @@ class Session:
         self._closed = False
         self.buffers = self._allocate()
         self._device = open_device(self.device_name, artifact, self.buffers, num_threads or self._footing.num_threads)
-        loss = next((b for name in self.manifest.losses if (b := f"output/{name}") in self.buffers), None)
         meter = getattr(self._device, "meter", None)
-        self._metered_natively = bool(meter is not None and meter(self.page, loss))
+        self._metered_natively = bool(meter is not None and meter(self.page))
         self.seed(seed)
         self._sections_in_order = self._find_sections()
         self._fused = next((p for p in ("step", "accumulate") if p in self.manifest.programs), None)
@@ -75,7 +71,8 @@ class Session:
         self._prepared: dict[Any, tuple[InputPlan, Bound, OutputPlan]] = {}
         self._sections_bound: dict[str, Bound] = {}
         self._keeps_gradients: dict[str, bool] = {}
-        self._lock = threading.Lock()  # buffers are the session's own: one call at a time
+        # Buffers and the slot of the page are the session's own: one call at a time, whichever thread it comes from.
+        self._lock = threading.RLock()
         self._set_defaults()
 
     # ---- set-up ----
@@ -229,7 +226,8 @@ class Session:
             raise UserError("run-loop", "several steps in one call need the fused step",
                             fix="run without sections=, out_grads= and keep_gradients=")  # fmt: skip
         if out_grads is not None:
-            self._set_out_grads(out_grads)
+            with self.page.during(ALOAD):
+                self._set_out_grads(out_grads)
         result = Result(None, [])
         if "fwd" in wanted:
             result = self._run_forward(inputs, outputs)
@@ -261,16 +259,17 @@ class Session:
 
         num_batches   this many batches, side by side, in one native call; so are the outputs, scalars one a batch.
         """
-        self._need_weights()
         m = self.manifest
         several = (num_batches,) if num_batches > 1 else ()
         outputs = [torch.empty((*several, *a.type.shape), dtype=DTYPES[a.type.dtype]) for a in m.infer_outputs]
         with self._lock:
+            self._need_weights()
             plan, bound, _ = self._prepare("infer", num_batches)
             bound.run(plan.take(inputs), outputs)
             self._ran_forward = False
-        if several:
-            outputs = [joined(o, m.batch_dim) for o in outputs]
+            if several:
+                with self.page.during(ALOAD):
+                    outputs = [joined(o, m.batch_dim) for o in outputs]
         return unflatten(m.infer_structure, iter(outputs))
 
     @property
@@ -308,7 +307,7 @@ class Session:
         infer, accumulates = program == "infer", program == "accumulate"
         expected = m.inputs[: m.num_model_inputs] if infer else m.inputs
         count = num_steps * (m.num_micro_batches if accumulates else 1)
-        plan = InputPlan(expected, m.input_structure, count, m.batch_dim)
+        plan = InputPlan(expected, m.input_structure, count, m.batch_dim, self.page)
         outputs = OutputPlan(m, wanted, num_steps, count)
         writes = m.programs[program].writes
         call = Call(
@@ -324,6 +323,7 @@ class Session:
             zeroed=tuple(b for b in writes if b.startswith("grad/") and not b.startswith("grad/input/")) if accumulates else (),
             new_seed=not infer,
             counts=program != "fwd",
+            shown_loss=next((b for name in m.losses if (b := f"output/{name}") in writes), None),
             stop_at_nan=f"output/{m.losses[0]}" if self.nan_error and m.losses and not infer else None,
         )
         self._keeps_gradients[program] = {b for b in self.buffers if b.startswith("grad/")} <= set(writes)
@@ -423,15 +423,21 @@ class Session:
         if not self._kept_gradients:
             raise UserError("run-gradients", "there are no gradients to read: the fused step does not keep them",
                             fix="run with keep_gradients=True, or run the sections fwd and bwd")  # fmt: skip
-        return {k.removeprefix("grad/"): t.clone() for k, t in self.buffers.items() if k.startswith("grad/")}
+        with self._lock, self.page.during(ALOAD):
+            return {k.removeprefix("grad/"): t.clone() for k, t in self.buffers.items() if k.startswith("grad/")}
 
     def tensors(self) -> dict[str, Tensor]:
         """Copies of everything that training changes: param/..., buffer/..., state/..."""
+        with self._lock, self.page.during(ALOAD):
+            return self._tensors()
+
+    def _tensors(self) -> dict[str, Tensor]:
         return {k: t.clone() for k, t in self.buffers.items() if k.startswith(_WEIGHTS)}
 
     def state_dict(self) -> dict[str, Tensor]:
         """Parameters and buffers by their names in the model: what model.load_state_dict takes."""
-        return {k.split("/", 1)[1]: t.clone() for k, t in self.buffers.items() if k.startswith(("param/", "buffer/"))}
+        with self._lock, self.page.during(ALOAD):
+            return {k.split("/", 1)[1]: t.clone() for k, t in self.buffers.items() if k.startswith(("param/", "buffer/"))}
 
     # ---- sync ----
 
@@ -443,12 +449,12 @@ class Session:
         loss: nn.Module | None = None,
     ) -> None:
         """Copy the host's parameters and buffers, and optimizer state if given, to the session."""
-        with self.page.during(ALOAD):
+        with self._lock, self.page.during(ALOAD):
             tensors = sync.host_tensors(model, loss)
             sync.to_device(tensors, self.buffers)
             if optimizer is not None:
                 sync.optimizers_to_device(self.manifest, _several(optimizer), _names(tensors), self.buffers)
-        self._has_weights, self._ran_forward = True, False
+            self._has_weights, self._ran_forward = True, False
 
     def to_host(
         self,
@@ -458,7 +464,7 @@ class Session:
         loss: nn.Module | None = None,
     ) -> None:
         """Copy the session's parameters and buffers, and optimizer state if asked for, into the host's objects."""
-        with self.page.during(ALOAD):
+        with self._lock, self.page.during(ALOAD):
             tensors = sync.host_tensors(model, loss)
             sync.to_host(tensors, self.buffers)
             if optimizer is not None:
@@ -468,34 +474,23 @@ class Session:
 
     def save(self, path: str | Path) -> None:
         """Everything that training changes, as safetensors, whole or not at all. load() goes on from there."""
-        about = {"artifact": self.artifact.digest, "num_steps": self.num_steps, "random": self._device.random_state()}
-        notes = {"tilework": json.dumps(about)}
-        with self.page.during(CHKPT):
-            data = safetensors.torch.save({k: t.contiguous() for k, t in self.tensors().items()}, metadata=notes)
-            write_whole(Path(path), lambda f: f.write(data))
+        with self.page.beside(CHKPT):  # only the copy keeps others from running: files are slow
+            with self._lock:
+                tensors = self._tensors()
+                notes = {"artifact": self.artifact.digest, "num_steps": self.num_steps, "random": self._device.random_state()}
+            checkpoint.write(path, tensors, notes)
 
     def load(self, path: str | Path) -> None:
         """Weights from a file that save() or compile wrote; optimizer state too where the file has it."""
-        with self.page.during(CHKPT):
-            self._load(path)
-
-    def _load(self, path: str | Path) -> None:
-        try:
-            with safetensors.safe_open(str(path), "pt") as f:  # type: ignore[no-untyped-call]
-                notes = json.loads((f.metadata() or {}).get("tilework", "{}"))
-                tensors = {k: f.get_tensor(k) for k in f.keys()}  # noqa: SIM118
-        except FileNotFoundError:
-            raise UserError("weights-missing", f"{path}: there is no such file") from None
-        except Exception as e:
-            raise UserError("weights-damaged", f"{path}: the weights cannot be read", found=str(e)[:200],
-                            expected="a safetensors file") from e  # fmt: skip
-        self._load_tensors(tensors)
-        self.num_steps = int(notes.get("num_steps", 0))
-        if "random" in notes:
-            self._device.seed(*notes["random"])
+        with self._lock, self.page.during(CHKPT):
+            tensors, notes = checkpoint.read(path)
+            self._load_tensors(tensors)
+            self.num_steps = int(notes.get("num_steps", 0))
+            if "random" in notes:
+                self._device.seed(*notes["random"])
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        with self.page.during(ALOAD):
+        with self._lock, self.page.during(ALOAD):
             self._load_tensors(tensors)
 
     def _load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
@@ -510,19 +505,20 @@ class Session:
     def barrier(self) -> None:
         """Wait for the other ranks of torch.distributed, where it is up. The wait is shown as `quiesce`."""
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            with self.page.during(QUIESCE):
+            with self.page.beside(QUIESCE):  # other threads may run meanwhile: the ranks may be waiting for what they do
                 torch.distributed.barrier()
 
     def close(self) -> None:
         """Free what the device holds. The session cannot run afterwards; its tensors can still be read. The tiles go back when
         the last session of the process is closed."""
-        if self._closed:
-            return
-        self._closed = True
-        self.page.set_bytes(0)
-        self._prepared.clear()
-        self._sections_bound.clear()
-        self._device.close()
+        with self._lock:  # a call of another thread ends first
+            if self._closed:
+                return
+            self._closed = True
+            self.page.set_bytes(0)
+            self._prepared.clear()
+            self._sections_bound.clear()
+            self._device.close()
         self._footing.close()
 
     def __enter__(self) -> Session:

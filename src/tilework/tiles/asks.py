@@ -33,7 +33,8 @@ class Ask(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
 
     def __str__(self) -> str:
         if self.tiles is not None:
-            return f"{_plural(len(self.tiles), 'certain tile')}"
+            some = ", ".join(map(str, self.tiles[:8])) + (", ..." if len(self.tiles) > 8 else "")
+            return f"tile{'s' if len(self.tiles) != 1 else ''} {some}"
         return _plural(self.count, "tile") if self.count is not None else _plural(self.chips or 1, "chip")
 
 
@@ -56,7 +57,7 @@ def parse(text: str, node: Node) -> Ask:
             return Ask(count=_positive(text))
         text = text.removeprefix("tiles:")
         if re.fullmatch(r"[0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*", text):
-            return Ask(tiles=tuple(sorted(set(numbers(text)))[:MOST]))
+            return Ask(tiles=tuple(sorted(set(numbers(text, MOST)))))
     except ValueError:
         pass
     raise UserError("tiles-ask", f"{text!r} does not say which tiles", expected="4, chips:2, 0-3,8, tiles:8, a path, or all",
@@ -67,7 +68,7 @@ def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise ValueError(text)
-    return min(value, MOST)
+    return min(value, 10**9)  # larger than any node: capped() says what the session gets
 
 
 def capped(ask: Ask, node: Node) -> tuple[Ask, str]:

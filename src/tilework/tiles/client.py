@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -16,16 +17,21 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import MachineError, TileworkError, UserError
-from . import locks, messages
+from . import locks, messages, seat
 from .asks import Ask
 from .messages import printable
 from .page import Page
-from .places import INSTALLED, open_plain, private, read_plain, run_folder
+from .places import ADDRESS, INSTALLED, open_plain, private, read_plain, run_folder
+from .topology import asked_platform
 
 START_SECONDS = 10.0
 ANSWER_SECONDS = 10.0
 RESTART_SECONDS = 30.0  # how long a client bears a daemon that is being restarted
 _KINDS: dict[str, type[TileworkError]] = {"environment": MachineError}
+
+
+class _Ended(MachineError):
+    """The daemon went away while we asked it; the next one can be asked."""
 
 
 class Lease:
@@ -68,35 +74,60 @@ def connect(start: bool = True) -> socket.socket:
         found = _try(folder)
     if found is None:
         fix = "systemctl start tilework (as root)" if folder == INSTALLED else "tilework daemon run"
-        raise MachineError("tiles-daemon", "no daemon serves this machine's tiles", found=f"nothing answers in {folder}", fix=fix)
+        pid = None if folder == INSTALLED else seat.locked_by(folder)
+        why = f", though pid {pid} has its place" if pid is not None else ""
+        raise MachineError(
+            "tiles-daemon", "no daemon serves this machine's tiles", found=f"nothing answers in {folder}{why}", fix=fix
+        )
     return found
 
 
 def _try(folder: Path) -> socket.socket | None:
     try:
-        name = read_plain(folder / "daemon.address")
-        if not name or "/" in name:
-            return None
-        place = os.open(folder, os.O_PATH | os.O_CLOEXEC)
+        name = read_plain(folder / ADDRESS)
+        found = _reach(folder, name) if name and "/" not in name else None
+        if (
+            found is None and folder != INSTALLED
+        ):  # in a shared folder anybody can write there: who has the lock has a socket, too
+            pid = seat.locked_by(folder)
+            for path in sorted(folder.glob(f"daemon-{pid}-*.sock"))[:8]:
+                found = found or _reach(folder, path.name)
+        return found
     except OSError as e:
         if e.errno in (errno.EMFILE, errno.ENFILE):
             raise MachineError("tiles-daemon", "this process has no file descriptors left", found=str(e), fix="ulimit -n") from e
         return None
+
+
+def _reach(folder: Path, name: str) -> socket.socket | None:
+    """A connection to the daemon, and to nobody else."""
+    place = os.open(folder, os.O_PATH | os.O_CLOEXEC)
     try:
         for attempt in range(100):
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             connection.settimeout(ANSWER_SECONDS)
             try:
                 connection.connect(f"/proc/self/fd/{place}/{name}")
-                return connection
+                pid, _, _ = struct.unpack("iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+                if seat.sits_there(folder, pid):
+                    return connection
+                connection.close()
+                return None
             except OSError as e:
                 connection.close()
-                if e.errno != errno.EAGAIN:  # EAGAIN: many stand at the door
+                if e.errno != errno.EAGAIN or read_plain(folder / ADDRESS) != name:  # EAGAIN: many stand at the door
                     return None
                 time.sleep(0.01 * (1 + attempt % 5))
         return None
     finally:
         os.close(place)
+
+
+def answers(folder: Path) -> bool:
+    found = _try(folder)
+    if found is not None:
+        found.close()
+    return found is not None
 
 
 def _start(folder: Path) -> None:
@@ -110,19 +141,20 @@ def _start(folder: Path) -> None:
                            fix="make room or set TILEWORK_RUN to a directory that you can write to") from e  # fmt: skip
     try:
         fcntl.flock(gate, fcntl.LOCK_EX)  # a file of this user's alone
-        if (found := _try(folder)) is not None:
-            found.close()
+        if answers(folder):
             return
         here = str(Path(__file__).resolve().parents[2])  # the same Tilework as this one, wherever it was found
         environment = {**os.environ, "TILEWORK_RUN": str(folder),
                        "PYTHONPATH": os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))}  # fmt: skip
+        if "TILEWORK_SITE" in os.environ:
+            environment["TILEWORK_SITE"] = str(Path(os.environ["TILEWORK_SITE"]).absolute())  # it starts in another folder
         child = subprocess.Popen([sys.executable, "-m", "tilework.tiles.service", "--auto"], stdin=subprocess.DEVNULL,
                                  stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True, cwd="/",
                                  env=environment)  # fmt: skip
         until = time.monotonic() + START_SECONDS
         while time.monotonic() < until:
-            if (found := _try(folder)) is not None:
-                found.close()
+            if answers(folder):
+                child.wait(1.0)  # it ends when the daemon, its child, serves
                 return
             if child.poll() not in (None, 0):
                 said = child.stderr.read().decode(errors="replace").strip() if child.stderr is not None else ""
@@ -130,6 +162,8 @@ def _start(folder: Path) -> None:
                                    found=said or f"exit code {child.returncode}",
                                    fix="tilework daemon run shows why; TILEWORK_LEASE=0 runs without a lease")  # fmt: skip
             time.sleep(0.003)
+    except subprocess.TimeoutExpired:
+        pass  # another daemon answers
     finally:
         os.close(gate)
 
@@ -206,7 +240,6 @@ def _lease(
     heard: list[str],
 ) -> Lease:
     socket.send_fds(connection, [messages.encode(request)], [page.fd, stack])
-    what = request.ask or request.text or Ask()
     while True:
         packet, fds, _, _ = socket.recv_fds(connection, messages.LARGEST_REPLY, 4, socket.MSG_CMSG_CLOEXEC)
         if not packet:
@@ -222,10 +255,10 @@ def _lease(
         if reply["state"] == "waiting":
             connection.settimeout(reply["seconds"] + ANSWER_SECONDS)  # the daemon watches the clock, unless it is stopped
             if report is not None:
-                report(f"waiting for {what}: held: " + ("; ".join(reply["holders"]) or "by nobody"))
+                report(f"waiting for {reply['ask']}; held: " + ("; ".join(reply["holders"]) or "by nobody"))
             continue
         if reply["state"] == "timeout":
-            raise UserError("tiles-timeout", f"no tiles became free in time: {what}",
+            raise UserError("tiles-timeout", f"{reply['ask']} did not become free in time",
                             found="held: " + ("; ".join(reply["holders"]) or "by nobody"),
                             fix="wait longer (TILEWORK_WAIT, in seconds), ask for fewer tiles (TILEWORK_TILES), "
                             "or see `tilework top`")  # fmt: skip
@@ -234,6 +267,8 @@ def _lease(
     try:
         locks.take(fds[0])
         reply = messages.ask_daemon(connection, messages.Taken())
+        if reply.get("id") == "tiles-late":  # this process was stopped for a while, or very slow: stand in line again
+            raise ConnectionError("the offer has run out")
         if reply["state"] != "go":
             raise refusal(reply)
         page.process.restart()
@@ -260,7 +295,7 @@ def talking(start: bool = True) -> Iterator[Callable[[messages.Request], dict[st
         except TimeoutError:
             raise _silent() from None
         except OSError as e:
-            raise MachineError(
+            raise _Ended(
                 "tiles-daemon", "the daemon of this machine's tiles has just ended", found=str(e), fix="try again"
             ) from e
         if reply.get("state") == "refused":
@@ -274,13 +309,13 @@ def talking(start: bool = True) -> Iterator[Callable[[messages.Request], dict[st
 
 
 def view(window: float = 2.0, platform: str | None = None) -> dict[str, Any]:
-    """All tiles, leases and waiting requests, as the daemon sees them."""
+    """All tiles, leases and waiting requests, as the daemon sees them; of the platform that the environment asks for, too."""
     for attempt in (1, 2, 3):
         try:
             with talking() as ask:
-                return ask(messages.View(window, platform))
-        except MachineError as e:
-            if attempt == 3 or "just ended" not in e.summary:
+                return ask(messages.View(window, platform or asked_platform()))
+        except _Ended:
+            if attempt == 3:
                 raise
             time.sleep(0.05)
     raise AssertionError

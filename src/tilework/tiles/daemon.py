@@ -7,14 +7,12 @@ leases are alive does not rest on its memory or its disk (locks.py): the next da
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import logging.handlers
 import os
 import selectors
 import signal
 import socket
-import stat
 import struct
 import time
 import uuid
@@ -25,22 +23,25 @@ import msgspec
 
 from .. import __version__
 from ..errors import MachineError, TileworkError, UserError
-from . import locks, messages, records
+from . import locks, messages, records, recovery
 from .asks import Ask, parse
-from .describe import compute, holders_in_words, user_name, view
+from .describe import compute, holders_in_words, not_that_platform, user_name, view
 from .ledger import Lease, Ledger, Waiting
 from .messages import printable
-from .places import INSTALLED, SHARED, open_plain, state_path
+from .places import open_plain, state_path
+from .recovery import is_memory
+from .seat import Seat
 from .site import read_site
 from .store import Store
 from .topology import HOST, detect
-from .usage import EVERY_SECONDS, Usage, is_memory
+from .usage import EVERY_SECONDS, Usage
 
 log = logging.getLogger("tilework.tiles")
 CONNECTIONS_PER_USER = 128
 SILENT_SECONDS = 10.0  # a connection without a lease or a request is closed after this
 OFFER_SECONDS = 5.0  # a client must take what it was offered
 IDLE_EXIT_SECONDS = 600.0
+SAME_VIEW_SECONDS = 0.05
 LONGEST_WAIT = 7 * 86400.0
 
 
@@ -49,7 +50,7 @@ class Connection:
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
-        self.pid, self.uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        self.pid, self.uid, _ = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         self.heard = time.monotonic()
         self.waiting: Waiting | None = None
         self.fds: list[int] = []  # the client's page and stack, until there is a lease for them
@@ -68,7 +69,7 @@ class Connection:
 
 class Daemon:
     def __init__(self, folder: Path, platform: str | None = None, auto: bool = False) -> None:
-        self.folder, self.auto = folder, auto
+        self.folder, self.auto, self.seat = folder, auto, Seat(folder)
         self.site = read_site()
         self.fixed = platform or self.site.platform  # a client cannot change what the administrator chose
         self.ledger = Ledger(detect(self.fixed or HOST, self.site), self.site.limits)
@@ -77,94 +78,49 @@ class Daemon:
         self.stacks: dict[str, int] = {}  # lease -> the client's memory file
         self.files: dict[str, int] = {}  # lease -> our descriptor of its lock's file
         self.offers: dict[str, float] = {}  # leases offered but not yet taken -> until when
-        self.hung: dict[str, float] = {}  # lease -> since when, monotonic
+        self.hung: set[str] = set()  # leases
         self.pidfds: dict[str, int] = {}
         self.selector = selectors.DefaultSelector()
-        self.started, self.used = time.time(), time.monotonic()
+        self.started, self.begun, self.used = time.time(), time.monotonic(), time.monotonic()
+        self.expected: dict[tuple[int, int], float] = {}  # who waited at the daemon before this one -> since when
+        self._written: list[Waiting] = []  # the queue as the next daemon would find it
         self.stopping = False
         self._advancing = self._again = False
         self._metrics = (0.0, "")
+        self._views: dict[tuple[Any, ...], tuple[float, bytes]] = {}  # what was just shown, encoded
 
     # ---- starting and stopping ----
 
     def open(self) -> bool:
         """False where another daemon serves this machine already."""
-        everybody = 0o644 if self.folder == INSTALLED else 0o666
-        self._lock = open_plain(self.folder / "daemon.lock", os.O_RDWR | os.O_CREAT, 0o600 if everybody == 0o644 else 0o666)
-        try:
-            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self._lock)
+        if not self.seat.take():
             return False
-        self._check_other_places()
-        self.name = f"daemon-{os.getpid()}-{uuid.uuid4().hex[:6]}.sock"
-        for old in self.folder.glob("daemon-*.sock"):
-            with contextlib.suppress(OSError):
-                old.unlink()
-        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._folder_fd = os.open(self.folder, os.O_PATH | os.O_CLOEXEC)
-        self.listener.bind(f"/proc/self/fd/{self._folder_fd}/{self.name}")  # a short name for a path of any length
-        os.chmod(self.folder / self.name, 0o666)
-        self.listener.listen(1024)
-        self.listener.setblocking(False)
-        self.selector.register(self.listener, selectors.EVENT_READ, self._accept)
+        self.selector.register(self.seat.listener, selectors.EVENT_READ, self._accept)
         self.store = Store(state_path(self.folder))
         platform, drained = self.store.drained()
         if drained and not self.fixed:
             with contextlib.suppress(UserError):  # drained tiles are tiles of their platform
                 self.ledger.node = detect(platform, self.site)
-        self._recover()
+        for lease, fd in recovery.live_leases(self.folder):
+            if lease.platform != self.ledger.node.platform and not (self.ledger.leases or self.fixed):
+                with contextlib.suppress(UserError):
+                    self.ledger.node = detect(lease.platform, self.site)
+            lease.tiles = recovery.taken_up(self.ledger.node, lease)  # a live lease is never passed over
+            if fd is not None:
+                self.files[lease.id] = fd
+            self._watch(lease, recovery.memory_of(lease, lease.page), recovery.memory_of(lease, lease.stack))
+        self.store.still_alive(self.ledger.leases)
         known = {t.path for t in self.ledger.node.tiles}
         self.ledger.drained = {p: r for p, r in drained.items() if p in known and platform == self.ledger.node.platform}
-        self._address = open_plain(self.folder / "daemon.address", os.O_RDWR | os.O_CREAT, everybody)
-        self._say_where(self.name)  # only now can clients find it
+        holding = {(lease.pid, lease.start) for lease in self.ledger.leases.values()}
+        self.expected = {who: since for who, since in recovery.read_queue(self.folder).items() if who not in holding}
+        self.seat.show()  # only now can clients find it
         log.info("daemon %s, pid %d, platform %s, %d tiles, %d leases found", __version__, os.getpid(),
                  self.ledger.node.platform, len(self.ledger.node.tiles), len(self.ledger.leases))  # fmt: skip
         return True
 
-    def _say_where(self, name: str) -> None:
-        os.ftruncate(self._address, 0)
-        os.pwrite(self._address, name.encode(), 0)
-
-    def _check_other_places(self) -> None:
-        """An installed daemon begins when no lease of the shared place lives any more: tiles must not have two masters."""
-        if self.folder == INSTALLED and SHARED.is_dir():
-            alive = [r for r in SHARED.glob("lease-*.lock") if locks.holder_of(r)]
-            if alive:
-                raise MachineError("tiles-daemon", "sessions that started before the service was installed still hold tiles",
-                                   found=f"{len(alive)} leases in {SHARED}", fix="wait for them, or end them")  # fmt: skip
-
-    def _recover(self) -> None:
-        """Live leases of an earlier daemon: those whose file is locked by the process that it was given to."""
-        for lease in records.read_all(self.folder):
-            path = records.file(self.folder, lease.id, "lock")
-            fd = None
-            with contextlib.suppress(OSError):
-                fd = open_plain(path, os.O_RDWR)
-            pid = locks.holder(fd) if fd is not None else locks.holder_of(path)
-            alive = pid == lease.pid and locks.start_time(lease.pid) == lease.start
-            if not alive or not records.believable(self.folder, lease):
-                if fd is not None:
-                    os.close(fd)
-                records.remove(self.folder, lease.id)
-                continue
-            if lease.platform != self.ledger.node.platform and not self.ledger.leases:
-                with contextlib.suppress(UserError):
-                    self.ledger.node = detect(lease.platform, self.site)
-            taken = {i for other in self.ledger.leases.values() for i in other.tiles}
-            if taken & set(lease.tiles) or not set(lease.tiles) <= set(range(len(self.ledger.node.tiles))):
-                log.warning("lease %s of pid %d names tiles that it cannot have", lease.id, lease.pid)
-                if fd is not None:
-                    os.close(fd)
-                continue
-            if fd is not None:
-                self.files[lease.id] = fd
-            self._watch(lease, *(_fd_of(lease.pid, number) for number in (lease.page, lease.stack)))
-
     def stop(self) -> None:
-        with contextlib.suppress(OSError):
-            (self.folder / self.name).unlink()
-        self._say_where("")
+        self.seat.leave()
         self.store.close()
         log.info("daemon stopped, %d leases live on", len(self.ledger.leases))
 
@@ -179,15 +135,15 @@ class Daemon:
                     key.data(key.fileobj)
                 except Exception:
                     log.exception("a request failed")
-                    if isinstance(key.fileobj, socket.socket) and key.fileobj is not self.listener:
+                    if isinstance(key.fileobj, socket.socket) and key.fileobj is not self.seat.listener:
                         self._close(key.fileobj)
-            self._expire(time.monotonic())
-            if time.monotonic() - last >= EVERY_SECONDS:
-                last = time.monotonic()
-                try:
+            try:
+                self._expire(time.monotonic())
+                if time.monotonic() - last >= EVERY_SECONDS:
+                    last = time.monotonic()
                     self._tick(last)
-                except Exception:
-                    log.exception("the regular check failed")
+            except Exception:
+                log.exception("the regular check failed")
 
     def _tick(self, now: float) -> None:
         for lease in list(self.ledger.leases.values()):
@@ -198,20 +154,34 @@ class Daemon:
                 self._end(lease, "released")
             else:
                 self.usage[lease.id].sample()
-                self._look_for_hang(lease, now)
+                self._look_for_hang(lease)
         for connection in list(self.connections.values()):
             idle = connection.waiting is None and connection.offered is None and connection.lease is None
             if idle and now - connection.heard > SILENT_SECONDS:
                 self._close(connection.sock)
-        if self.ledger.leases or self.ledger.queue:
+        if self.ledger.leases or self.ledger.queue or self.ledger.drained:
             self.used = now
-        if os.pread(self._address, 200, 0) != self.name.encode():  # in a shared folder anybody can write there
-            self._say_where(self.name)
-        if self.auto and now - self.used > IDLE_EXIT_SECONDS:
+        if (self.auto and now - self.used > IDLE_EXIT_SECONDS) or (self.seat.gives_way() and not self.ledger.leases):
             self.stopping = True
-        if self.listener not in self.selector.get_map():  # closed for a moment, because descriptors had run out
-            self.selector.register(self.listener, selectors.EVENT_READ, self._accept)
+        self._keep_seat()
+        if now - self.begun > recovery.GRACE_SECONDS:
+            self.expected.clear()
+        self._remember_queue()
+        self.store.purge(now)
         self._advance()
+
+    def _keep_seat(self) -> None:
+        listener = self.seat.listener
+        if not self.seat.keep():
+            with contextlib.suppress(KeyError):
+                self.selector.unregister(listener)
+        if self.seat.listener not in self.selector.get_map():  # a new one, or left out because descriptors had run out
+            self.selector.register(self.seat.listener, selectors.EVENT_READ, self._accept)
+
+    def _remember_queue(self) -> None:
+        if self.ledger.queue != self._written:
+            self._written = self.ledger.queue[:]
+            recovery.write_queue(self.folder, self._written)
 
     def _expire(self, now: float) -> None:
         for request in [w for w in self.ledger.queue if now >= w.until]:
@@ -219,7 +189,7 @@ class Daemon:
             self.ledger.forget(request)
             connection.waiting = None
             connection.drop_fds()
-            self._say(connection, {"state": "timeout", "holders": words})
+            self._say(connection, {"state": "timeout", "ask": str(request.ask), "holders": words})
 
     def _still_held(self, lease: Lease) -> bool:
         fd = self.files.get(lease.id)
@@ -232,11 +202,11 @@ class Daemon:
             if lease.id not in self.offers and not self._still_held(lease):
                 self._end(lease, "released")
 
-    def _look_for_hang(self, lease: Lease, now: float) -> None:
+    def _look_for_hang(self, lease: Lease) -> None:
         if self.usage[lease.id].stuck_for() < self.site.limits.hung_seconds:
-            self.hung.pop(lease.id, None)
+            self.hung.discard(lease.id)
         elif lease.id not in self.hung:
-            self.hung[lease.id] = now
+            self.hung.add(lease.id)
             log.warning("lease %s hung: pid %d, user %s, %s", lease.id, lease.pid, user_name(lease.uid), lease.command)
             with contextlib.suppress(OSError):  # not ours to signal: no stack then
                 os.kill(lease.pid, signal.SIGURG)  # its faulthandler writes the stack; ignored by everybody else
@@ -276,7 +246,7 @@ class Daemon:
 
     def _say(self, connection: Connection, what: Any, fds: tuple[int, ...] = ()) -> bool:
         """A client that does not read what it is told is cut off."""
-        data, memory = messages.encode(what), -1
+        data, memory = what if isinstance(what, bytes) else messages.encode(what), -1
         try:
             if len(data) > messages.LARGEST_REPLY:
                 memory = os.memfd_create("tilework-answer", os.MFD_CLOEXEC)
@@ -345,15 +315,20 @@ class Daemon:
             self._say(connection, {"state": "released"})
         elif isinstance(request, messages.View):
             self._drop_released()
-            self._say(connection, view(self, connection.uid, min(max(request.window, 0.0), 60.0), request.platform))
+            self._say(connection, self._view(connection.uid, min(max(request.window, 0.0), 60.0), request.platform))
         elif isinstance(request, messages.Metrics):
             if time.monotonic() - self._metrics[0] > 1.0:
                 from .metrics import exposition
 
                 self._metrics = time.monotonic(), exposition(view(self, connection.uid, 10.0))
             self._say(connection, {"text": self._metrics[1]})
+        elif isinstance(request, messages.History):
+            rows = self.store.history(request.limit)
+            self._say(connection, {"leases": [{**row, "user": user_name(row["uid"])} for row in rows]})
         elif isinstance(request, messages.Drain):
             self._only_admin(connection, "drain a tile")
+            if other := self._take_platform(request.platform):
+                raise UserError("tiles-platform", other, fix="leave --platform out to change the tiles in use")
             paths = self.ledger.drain(request.path, request.on, printable(request.reason, 100))
             self.store.set_drained(self.ledger.node.platform, self.ledger.drained)
             log.info("%s: %s (%s)", "drained" if request.on else "back in use", paths, printable(request.reason, 100))
@@ -363,6 +338,18 @@ class Daemon:
             self._only_admin(connection, "stop the daemon")
             self._say(connection, {"state": "done"})
             self.stopping = True
+
+    def _view(self, uid: int, window: float, platform: str | None) -> bytes:
+        """The same for all who ask at the same time, as long as nobody has come or gone."""
+        now = time.monotonic()
+        who = (tuple(self.ledger.leases), tuple(map(id, self.ledger.queue)), tuple(self.ledger.drained.items()), tuple(self.hung))
+        key = (uid, window, platform, self.ledger.node.platform, who)
+        at, found = self._views.get(key, (0.0, b""))
+        if now - at > SAME_VIEW_SECONDS:
+            found = messages.encode(view(self, uid, window, platform))
+            self._views = {k: v for k, v in self._views.items() if now - v[0] <= SAME_VIEW_SECONDS}
+            self._views[key] = now, found
+        return found
 
     def _only_admin(self, connection: Connection, what: str) -> None:
         if connection.uid not in (0, os.getuid()):
@@ -377,14 +364,14 @@ class Daemon:
 
     def _take_platform(self, wanted: str | None) -> str:
         """The client's platform, where that is possible; a line that says so where it is not."""
-        now, asked = self.ledger.node.platform, wanted is not None
+        asked = wanted is not None
         wanted = wanted or self.fixed or HOST  # whoever asks for nothing does not inherit the last one's wish
-        if wanted == now or (not asked and not self.can_change_platform()):
+        if wanted == self.ledger.node.platform or (not asked and not self.can_change_platform()):
             return ""
+        node = detect(wanted, self.site)  # a UserError where there is none of that name
         if not self.can_change_platform():
-            why = "the site's choice" if self.fixed else "in use"
-            return f"platform {printable(wanted, 40)} asked for; this machine's tiles are {now} ({why})"
-        self.ledger.node = detect(wanted, self.site)
+            return not_that_platform(self, wanted)
+        self.ledger.node = node
         return ""
 
     def _ask(self, connection: Connection, request: messages.LeaseRequest, fds: list[int]) -> None:
@@ -397,8 +384,15 @@ class Daemon:
         ask = request.ask or (parse(request.text, self.ledger.node) if request.text else Ask())
         wait = self.site.limits.wait_seconds if request.wait is None else request.wait
         wait = max(0.0, min(wait, LONGEST_WAIT))
-        waiting = Waiting(ask, connection.uid, connection.pid, printable(request.command, 200), printable(request.job, 60),
-                          time.monotonic() + wait, connection, request.page, request.stack)  # fmt: skip
+        start = locks.start_time(connection.pid)
+        if start is None:
+            raise MachineError("tiles-daemon", f"the daemon cannot see process {connection.pid}",
+                               found="it runs in another pid namespace, or /proc hides it (hidepid)",
+                               fix="run the daemon as root, in the machine's own namespace")  # fmt: skip
+        since = self.expected.pop((connection.pid, start), time.monotonic())
+        until = (since if request.wait is None else time.monotonic()) + wait
+        waiting = Waiting(ask, connection.uid, connection.pid, start, printable(request.command, 200), printable(request.job, 60),
+                          until, connection, request.page, request.stack, since=since)  # fmt: skip
         self.ledger.wait(waiting)
         waiting.capped = "; ".join(filter(None, (note, waiting.capped)))
         connection.drop_fds()
@@ -406,12 +400,16 @@ class Daemon:
         fds.clear()
         self._advance()
         if connection.waiting is not None and connection.sock.fileno() >= 0:
-            self._say(connection, {"state": "waiting", "seconds": wait, "holders": holders_in_words(self.ledger, waiting)})
+            self._remember_queue()
+            self._say(connection, {"state": "waiting", "seconds": wait, "ask": str(waiting.ask),
+                                   "holders": holders_in_words(self.ledger, waiting)})  # fmt: skip
 
     def _advance(self) -> None:
         """Serves who can be served, one at a time: whatever happens to one client changes what is free for the next."""
         if self._advancing:  # called from within: the loop below looks again
             self._again = True
+            return
+        if self.expected:  # some who waited before this daemon began have not come back yet: they were first
             return
         self._advancing = True
         try:
@@ -440,18 +438,13 @@ class Daemon:
 
     def _offer(self, connection: Connection, request: Waiting, tiles: list[int]) -> None:
         """Files first, then the client's word that it has locked them; only then may it run (Taken)."""
-        start = locks.start_time(request.pid)
-        if start is None:
-            connection.drop_fds()
-            self._say(connection, {"state": "refused", "id": "tiles-daemon", "kind": "environment",
-                                   "summary": f"the daemon cannot see process {request.pid}",
-                                   "found": "it runs in another pid namespace, or /proc hides it (hidepid)",
-                                   "fix": "run the daemon as root, in the machine's own namespace"})  # fmt: skip
-            return
         taken = {i for lease in self.ledger.leases.values() for i in lease.tiles}
         assert not taken & set(tiles), f"{tiles} are held already"
-        lease = Lease(uuid.uuid4().hex[:12], tuple(tiles), request.uid, request.pid, start, request.command, request.job,
-                      self.ledger.node.platform, time.time(), request.page, request.stack)  # fmt: skip
+        gives = compute(self.ledger.node, tiles)
+        lease = Lease(
+            uuid.uuid4().hex[:12], tuple(tiles), request.uid, request.pid, request.start, request.command, request.job,
+            self.ledger.node.platform, time.time(), request.page, request.stack, tuple(gives["cpus"]), tuple(gives["gpus"]),
+        )  # fmt: skip
         theirs = -1
         try:
             path = records.file(self.folder, lease.id, "lock")
@@ -463,8 +456,7 @@ class Daemon:
             self._watch(lease, page, stack)
             self.offers[lease.id] = time.monotonic() + OFFER_SECONDS
             connection.offered = lease.id
-            self._say(connection, {"state": "granted", "lease": lease.id, "note": request.capped,
-                                   **compute(self.ledger.node, tiles)}, (theirs,))  # fmt: skip
+            self._say(connection, {"state": "granted", "lease": lease.id, "note": request.capped, **gives}, (theirs,))
         except BaseException:
             if lease.id in self.ledger.leases:
                 self._end(lease, "failed")
@@ -481,9 +473,12 @@ class Daemon:
     def _taken(self, connection: Connection) -> None:
         lease = self.ledger.leases.get(connection.offered or "")
         if lease is None:
-            raise UserError("tiles-protocol", "nothing was offered to this connection")
+            raise UserError("tiles-late", "the offer was not taken in time", fix="ask again")
         if locks.holder(self.files[lease.id]) != connection.pid:
             raise UserError("tiles-protocol", "the lease's file is not locked by this process")
+        if self.seat.gives_way():  # asked after the lock was taken: the service looks for locks after it has shown itself
+            self._close(connection.sock)  # the client asks again, and finds the service
+            return
         connection.offered, connection.lease = None, lease.id
         self.offers.pop(lease.id, None)
         self.store.began(lease)
@@ -514,7 +509,7 @@ class Daemon:
                 os.close(fd)
         if self.offers.pop(lease.id, None) is None:
             self.store.ended(lease, how)
-        self.hung.pop(lease.id, None)
+        self.hung.discard(lease.id)
         records.remove(self.folder, lease.id)
         for connection in self.connections.values():
             if lease.id in (connection.lease, connection.offered):
@@ -530,15 +525,3 @@ class Daemon:
                 text = os.pread(fd, 4000, max(0, end - 4000)).decode("utf-8", "replace")
                 return "\n".join(printable(line, 200) for line in text.splitlines())
         return ""
-
-
-def _fd_of(pid: int, number: int) -> int | None:
-    """A process's memory file, by the number that it has there; None where that is not ours to open."""
-    try:
-        fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError:
-        return None
-    if stat.S_ISREG(os.fstat(fd).st_mode) and is_memory(fd):
-        return fd
-    os.close(fd)
-    return None

@@ -39,9 +39,12 @@ def compute(node: Node, tiles: list[int]) -> dict[str, Any]:
 
 
 def duration(seconds: float) -> str:
+    """'12 s', '3 min', '2.5 h', '4 d'."""
     if seconds < 120:
         return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 172800 else f"{seconds / 86400:.0f} d"
 
 
 def holders_in_words(ledger: Ledger, request: Waiting) -> list[str]:
@@ -56,13 +59,22 @@ def holders_in_words(ledger: Ledger, request: Waiting) -> list[str]:
     return found
 
 
+def not_that_platform(daemon: Daemon, wanted: str) -> str:
+    why = "the site's choice" if daemon.fixed else "in use"
+    return f"platform {wanted} asked for; this machine's tiles are {daemon.ledger.node.platform} ({why})"
+
+
 def view(daemon: Daemon, uid: int, window: float, platform: str | None = None) -> dict[str, Any]:
     """Everything, for one user: stacks are for their owner and root. A platform that is only asked about changes nothing."""
     ledger, now = daemon.ledger, time.monotonic()
-    node = ledger.node
-    wanted = platform or daemon.fixed or HOST
-    if wanted != node.platform and daemon.can_change_platform():
-        node = detect(wanted, daemon.site)
+    node, other = ledger.node, ""
+    wanted, free = platform or daemon.fixed or HOST, daemon.can_change_platform()
+    if wanted != node.platform and (platform or free):
+        asked = detect(wanted, daemon.site)  # an unknown one is refused, whatever is in use
+        if free:
+            node = asked
+        else:
+            other = not_that_platform(daemon, wanted)
     holder = {i: lease.id for lease in ledger.leases.values() for i in lease.tiles}
     tiles = [{"path": t.path, "chip": t.chip, "cpus": t.cpus, "memory_node": t.memory_node, "gpu": t.gpu,
               "multiprocessors": t.multiprocessors, "lease": holder.get(t.index), "drained": ledger.drained.get(t.path)}
@@ -81,6 +93,7 @@ def view(daemon: Daemon, uid: int, window: float, platform: str | None = None) -
              for w in ledger.queue[:MOST_WAITING]]  # fmt: skip
     return {
         "platform": node.platform, "title": node.title, "virtual": node.virtual, "note": node.note, "levels": node.levels,
+        "platform_note": other,  # where the tiles are not those of the platform that was asked for
         "tiles": tiles, "leases": leases, "queue": queue, "num_waiting": len(ledger.queue), "window_seconds": window,
         "daemon": {"pid": os.getpid(), "user": user_name(os.getuid()), "started": daemon.started, "version": __version__,
                    "folder": str(daemon.folder), "trouble": daemon.store.trouble, "installed": daemon.folder == INSTALLED},

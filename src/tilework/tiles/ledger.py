@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,7 @@ class Waiting:
     ask: Ask
     uid: int
     pid: int
+    start: int  # of the process, in the kernel's ticks
     command: str
     job: str
     until: float  # on the monotonic clock
@@ -46,6 +48,8 @@ class Lease(msgspec.Struct, eq=False, forbid_unknown_fields=True):
     since: float  # wall clock, seconds
     page: int = -1  # descriptor numbers in the process
     stack: int = -1
+    cpus: tuple[int, ...] = ()  # what the tiles were then: the next daemon may see this node in another shape
+    gpus: tuple[int, ...] = ()
 
 
 class Ledger:
@@ -63,9 +67,6 @@ class Ledger:
     def free(self) -> set[int]:
         return self.usable - {i for lease in self.leases.values() for i in lease.tiles}
 
-    def holder(self, tile: int) -> Lease | None:
-        return next((lease for lease in self.leases.values() if tile in lease.tiles), None)
-
     def held_by(self, uid: int) -> int:
         return sum(len(lease.tiles) for lease in self.leases.values() if lease.uid == uid)
 
@@ -81,7 +82,7 @@ class Ledger:
             raise UserError("tiles-limit", "the request is larger than one user may hold", found=str(request.ask),
                             expected=f"at most {most} tiles (limits.tiles_per_user of the site file)",
                             fix="ask for fewer tiles: TILEWORK_TILES, or tiles=")  # fmt: skip
-        self.queue.append(request)
+        bisect.insort(self.queue, request, key=lambda w: w.since)
 
     def _size(self, ask: Ask) -> int:
         if ask.tiles is not None:

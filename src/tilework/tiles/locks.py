@@ -13,6 +13,7 @@ import os
 import struct
 from pathlib import Path
 
+READINGS = 12  # of the kernel's list of locks, before a lock is believed not to be there
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, length, pid
 
 
@@ -28,20 +29,26 @@ def holder(fd: int) -> int | None:
 
 
 def holder_of(path: Path) -> int | None:
-    """The same for a file that we may not open: by the kernel's list."""
+    """The same for a file that we may not open: by the kernel's list.
+
+    The kernel writes that list page by page, and an entry can slip from one page to the next between two of them: under load one
+    reading in twenty misses a lock that is there. So only many readings without it are believed."""
     try:
         info = path.lstat()
     except OSError:
         return None
-    wanted = (os.major(info.st_dev), os.minor(info.st_dev), info.st_ino)
-    with open("/proc/locks") as f:
-        for line in f:
-            words = line.split()
-            if len(words) >= 8 and words[1] == "POSIX":
-                major, minor, inode = words[5].split(":")
-                if (int(major, 16), int(minor, 16), int(inode)) == wanted:
+    wanted = f"{os.major(info.st_dev):02x}:{os.minor(info.st_dev):02x}:{info.st_ino}"
+    for _ in range(READINGS):
+        with open("/proc/locks") as f:
+            for line in f:
+                if wanted in line and (words := line.split())[1] == "POSIX" and words[5] == wanted:
                     return int(words[4])
     return None
+
+
+def alive(folder: Path) -> list[int]:
+    """The processes that hold leases of a place."""
+    return sorted({pid for lock in folder.glob("lease-*.lock") if (pid := holder_of(lock)) is not None})
 
 
 def start_time(pid: int) -> int | None:

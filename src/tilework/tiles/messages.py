@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from .asks import Ask
 
@@ -44,17 +45,24 @@ class Drain(msgspec.Struct, tag="drain", forbid_unknown_fields=True):
     path: str
     on: bool = True
     reason: str = ""
+    platform: str | None = None  # whose tile of that name it is
 
 
 class Stop(msgspec.Struct, tag="stop", forbid_unknown_fields=True):
     pass
 
 
+class History(msgspec.Struct, tag="history", forbid_unknown_fields=True):
+    """The last leases that have ended or begun."""
+
+    limit: Annotated[int, Meta(ge=1, le=1000)] = 20
+
+
 class Metrics(msgspec.Struct, tag="metrics", forbid_unknown_fields=True):
     pass
 
 
-Request = LeaseRequest | Taken | Release | View | Drain | Stop | Metrics
+Request = LeaseRequest | Taken | Release | View | Drain | Stop | History | Metrics
 _decoder = msgspec.json.Decoder(Request)
 encode = msgspec.json.encode
 

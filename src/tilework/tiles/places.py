@@ -15,6 +15,7 @@ from ..errors import MachineError
 
 INSTALLED = Path("/run/tilework")
 SHARED = Path("/dev/shm/tilework")
+ADDRESS = "daemon.address"  # a file there: the name of the daemon's socket
 LARGEST = 64 * 1024  # bytes of any small file that we read there
 
 
@@ -22,9 +23,11 @@ def run_folder() -> Path:
     own = os.environ.get("TILEWORK_RUN")
     if own:
         return made(Path(own).absolute())
-    if (INSTALLED / "daemon.address").exists():
-        return INSTALLED
-    return made(SHARED)
+    return INSTALLED if installed() else made(SHARED)
+
+
+def installed() -> bool:
+    return (INSTALLED / ADDRESS).exists()
 
 
 def made(place: Path, mode: int = 0o1777) -> Path:

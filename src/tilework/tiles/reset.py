@@ -6,36 +6,45 @@ import os
 import select
 import signal
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
-from . import locks
+from . import locks, records
+from .places import run_folder
 
 GRACE_SECONDS = 5.0
 
 
 def reset(seen: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
     """Ends the processes that hold the tiles at a path: politely, then for good."""
+    if not path.strip("/"):  # an unset variable, most likely
+        raise UserError("tiles-path", "no tile named", found=repr(path), expected="a path such as `tilework tiles` writes")
     held = {t["lease"] for t in seen["tiles"] if t["path"] == path or t["path"].startswith(path.rstrip("/") + "/")}
     if not held:
         raise UserError("tiles-path", f"no tile {path!r} on this node", fix="tilework tiles lists them")
-    ended = []
+    ended, folder = [], run_folder()
     for lease in seen["leases"]:
         if lease["id"] in held:
-            ended.append({"pid": lease["pid"], "user": lease["user"], "command": lease["command"], "signal": _end(lease)})
+            ended.append({"pid": lease["pid"], "user": lease["user"], "command": lease["command"], "signal": _end(lease, folder)})
     if not ended:
         raise UserError("tiles-path", f"nobody holds {path}", fix="tilework tiles shows who holds what")
     return ended
 
 
-def _end(lease: Mapping[str, Any]) -> int | None:
-    """The signal that did it; None where the process was gone already."""
+def _end(lease: Mapping[str, Any], folder: Path) -> int | None:
+    """The signal that did it; None where the process was gone already, or does not hold that lease.
+
+    Which process it is, is the daemon's word; that it has locked the lease's file is the kernel's. A daemon that lies cannot make
+    root end somebody else's process."""
     try:
         fd = os.pidfd_open(lease["pid"])
     except OSError:
         return None
     try:
         if locks.start_time(lease["pid"]) != lease["start"]:  # the pid is another process's by now
+            return None
+        if locks.holder_of(records.file(folder, lease["id"], "lock")) != lease["pid"]:
             return None
         for number in (signal.SIGTERM, signal.SIGKILL):
             signal.pidfd_send_signal(fd, number)

@@ -10,6 +10,7 @@ import os
 import resource
 import selectors
 import signal
+import socket
 import sys
 
 from ..errors import MachineError, TileworkError
@@ -28,6 +29,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--token-file", default=None, help="the token that HTTP clients must send")
     args = parser.parse_args(argv)
     os.umask(0o022)
+    started_by = _leave_the_session() if args.auto else -1
     try:
         service = os.geteuid() == 0 and INSTALLED.is_dir() and not args.auto and "TILEWORK_RUN" not in os.environ
         folder = INSTALLED if service else run_folder()
@@ -52,16 +54,45 @@ def main(argv: list[str] | None = None) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: setattr(daemon, "stopping", True))
         signal.set_wakeup_fd(_wakeup(daemon))
+        _tell_systemd("READY=1")
+        if args.auto:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a pipe to that session, which has heard enough
+            os.write(started_by, b".")
+            os.close(started_by)
         daemon.serve()
         daemon.stop()
         return 0
     except TileworkError as e:
-        log.error("%s", e)
+        if logging.getLogger().handlers:  # else it would go to the same place twice
+            log.error("%s", e)
         print(e, file=sys.stderr)
         return e.exit_code
     except OSError as e:
         print(MachineError("tiles-folder", "the daemon cannot start", found=str(e)), file=sys.stderr)
         return 3
+
+
+def _leave_the_session() -> int:
+    """A daemon is for everybody: no child of the session that started it, and not bound to that one's cores. The process that the
+    session knows ends when we say (into the descriptor) that we serve, or with our exit code."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child:
+        os.close(write)
+        code = 0 if os.read(read, 1) else os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        os._exit(code if code >= 0 else 3)
+    os.close(read)
+    with contextlib.suppress(OSError):
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    return write
+
+
+def _tell_systemd(what: str) -> None:
+    """`systemctl start` returns when tiles can be leased (Type=notify). Nothing where systemd did not start us."""
+    address = os.environ.pop("NOTIFY_SOCKET", "")
+    if address:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+            sock.sendto(what.encode(), address.replace("@", "\0", 1))  # @: an abstract name
 
 
 def _wakeup(daemon: Daemon) -> int:

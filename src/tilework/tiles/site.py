@@ -29,6 +29,7 @@ import msgspec
 from ..errors import UserError
 
 MOST_TILES = 1024
+_FIX = "docs/tiles.md has a site file with every key"
 PLACES = ("/etc/tilework/site.toml", "~/.config/tilework/site.toml")
 
 
@@ -48,10 +49,23 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hung_seconds: float = 120.0
 
 
-class Site(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _Content(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     platform: str | None = None
     shape: Shape | None = None
     limits: Limits = Limits()
+
+
+class Site(_Content, frozen=True):
+    """The content, and where it was read: mistakes that show only on the machine itself have a line too."""
+
+    path: Path | None = None
+    text: str = ""
+
+    def wrong(self, key: str, why: str, found: str = "", expected: str = "", fix: str = _FIX) -> UserError:
+        """The mistake at a key, such as shape.tiles."""
+        line = _line_of_key(self.text, key.split("."))
+        where = f"{self.path}{f':{line}' if line else ''}" if self.path else "the site file"
+        return UserError("site-file", f"{where}: {why}", found=found, expected=expected, fix=fix)
 
 
 def site_path() -> Path | None:
@@ -73,60 +87,78 @@ def read_site(path: Path | None = None) -> Site:
     if path is None:
         return Site()
     try:
-        text = path.read_text()
+        content = path.read_bytes()
     except OSError as e:
         raise UserError("site-file", f"{path}: the site file cannot be read", found=str(e),
                         fix="correct TILEWORK_SITE, or the file's permissions") from e  # fmt: skip
     try:
-        content = tomllib.loads(text)
+        text = content.decode()
+        site = Site(path=path, text=text)
+        found = msgspec.convert(tomllib.loads(text), _Content)
+    except UnicodeDecodeError as e:
+        line = content.count(b"\n", 0, e.start) + 1
+        raise UserError("site-file", f"{path}:{line}: not UTF-8", found=f"byte 0x{content[e.start]:02x}",
+                        fix="save the file as UTF-8") from e  # fmt: skip
     except tomllib.TOMLDecodeError as e:
-        raise _wrong(path, _line_of_error(str(e)), f"not TOML: {e}") from e
-    try:
-        site = msgspec.convert(content, Site)
+        place = re.search(r"at line (\d+)", str(e))
+        raise UserError("site-file", f"{path}{f':{place[1]}' if place else ''}: not TOML: {e}",
+                        fix=_FIX) from e  # fmt: skip
     except msgspec.ValidationError as e:
-        raise _wrong(path, _line_of_key(text, str(e)), str(e)) from e
+        raise site.wrong(_key_of(str(e)), str(e)) from e
+    site = Site(found.platform, found.shape, found.limits, path, text)
+    _check(site)
+    return site
+
+
+def _check(site: Site) -> None:
+    """What the types do not say."""
     shape = site.shape
     if shape is not None:
         for key in ("boards", "chips", "tiles"):
             if not 1 <= getattr(shape, key) <= 4096:
-                raise _wrong(path, _line_of_key(text, f"`$.shape.{key}`"), f"shape.{key} must be from 1 to 4096")
+                raise site.wrong(f"shape.{key}", f"shape.{key} must be from 1 to 4096")
         total = shape.boards * shape.chips * shape.tiles
         if total > MOST_TILES:
-            raise _wrong(path, _line_of_key(text, "`$.shape.tiles`"), f"{total} tiles in all; at most {MOST_TILES}")
+            raise site.wrong("shape.tiles", f"{total} tiles in all; at most {MOST_TILES}")
         if shape.cpus is not None and len(shape.cpus) != total:
-            raise _wrong(path, _line_of_key(text, "`$.shape.cpus`"), f"shape.cpus has {len(shape.cpus)} lists for {total} tiles")
+            raise site.wrong("shape.cpus", f"shape.cpus has {len(shape.cpus)} lists for {total} tiles")
+        if shape.cpus is not None and not all(shape.cpus):
+            raise site.wrong("shape.cpus", f"shape.cpus gives tile {shape.cpus.index([])} no CPU")
+        for name in shape.levels or ():
+            if not re.fullmatch(r"[A-Za-z0-9_-]+", name):  # they are parts of paths, and words in tables
+                raise site.wrong("shape.levels", f"shape.levels: {name!r} is no name", expected="letters, digits, - and _")
     for key in ("tiles_per_user", "requests_per_user", "wait_seconds", "hung_seconds"):
         value = getattr(site.limits, key)
-        if value is not None and value <= 0:
-            raise _wrong(path, _line_of_key(text, f"`$.limits.{key}`"), f"limits.{key} must be more than 0")
-    return site
+        if value is not None and not value > 0:  # nan is not either
+            raise site.wrong(f"limits.{key}", f"limits.{key} must be more than 0")
 
 
-def _wrong(path: Path, line: int | None, why: str) -> UserError:
-    return UserError("site-file", f"{path}{f':{line}' if line else ''}: {why}",
-                     fix="docs/tiles.md has a site file with every key")  # fmt: skip
+def _key_of(message: str) -> str:
+    """The key that msgspec's message is about: '... - at `$.shape.tiles`', or an unknown field's own name."""
+    named = re.search(r"at `\$\.?([^`\[]*)", message)
+    unknown = re.search(r"unknown field `([^`]+)`", message)
+    return ".".join(part[1] for part in (named, unknown) if part and part[1])
 
 
-def _line_of_error(message: str) -> int | None:
-    found = re.search(r"at line (\d+)", message)
-    return int(found[1]) if found else None
-
-
-def _line_of_key(text: str, message: str) -> int | None:
-    """The line of the key that a message is about: '... - at `$.shape.tiles`', or an unknown field's own name."""
-    named = re.search(r"at `\$\.?([^`\[]*)", message) or re.search(r"`\$\.([^`\[]*)`", message)
-    path = named[1].split(".") if named and named[1] else []
-    unknown = re.search(r"unknown field `(\w+)`", message)
-    if unknown:
-        path.append(unknown[1])
-    table, wanted = "", ".".join(path)
+def _line_of_key(text: str, wanted: list[str]) -> int | None:
+    """The line of a key; else of the nearest thing above it: an inline table, the head of its table, part of a dotted key."""
+    table: list[str] = []
+    best, found = 0, None
     for number, line in enumerate(text.splitlines(), 1):
-        header = re.match(r"\s*\[+\s*([\w.-]+)", line)
-        key = re.match(r"\s*([\w-]+)\s*=", line)
-        if header:
-            table = header[1]
-            if table == wanted:
-                return number
-        elif key and ".".join(filter(None, (table, key[1]))) == wanted:
-            return number
-    return None
+        # Not a line of a list of lists, such as cpus has: a name begins with no digit.
+        head = re.match(r"\s*\[+\s*([A-Za-z_\"'][\w\s.\"'-]*)\]+\s*(#|$)", line)
+        key = re.match(r"\s*([\w\"'][\w\s.\"'-]*)=", line)
+        if head:
+            here = table = _names(head[1])
+        elif key:
+            here = table + _names(key[1])
+        else:
+            continue
+        shared = min(len(here), len(wanted))
+        if shared > best and here[:shared] == wanted[:shared]:
+            best, found = shared, number
+    return found
+
+
+def _names(dotted: str) -> list[str]:
+    return [part.strip(" \t\"'") for part in dotted.split(".")]

@@ -6,8 +6,9 @@ from __future__ import annotations
 import logging
 import sqlite3
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from .ledger import Lease
 
@@ -22,7 +23,7 @@ _KEPT_DAYS = 30
 
 class Store:
     def __init__(self, path: Path) -> None:
-        self.path, self.trouble = path, ""
+        self.path, self.trouble, self._purged = path, "", -86400.0
         self._db: sqlite3.Connection | None = None
         try:
             path.touch(0o600)
@@ -30,8 +31,6 @@ class Store:
             self._db.execute("pragma journal_mode=wal")
             self._db.execute("pragma synchronous=normal")
             self._db.executescript(_TABLES)
-            self._db.execute("delete from leases where ended < ?", (time.time() - _KEPT_DAYS * 86400,))
-            self._db.execute("update leases set ended=?, how='unknown' where ended is null", (time.time(),))
         except (sqlite3.Error, OSError) as e:
             self._failed(e)
 
@@ -48,6 +47,18 @@ class Store:
             self.trouble = ""
         except sqlite3.Error as e:
             self._failed(e)
+
+    def still_alive(self, leases: Iterable[str]) -> None:
+        """The others ended while no daemon looked."""
+        known = list(leases)
+        marks = ",".join("?" * len(known))
+        self._do(f"update leases set ended=?, how='unknown' where ended is null and id not in ({marks})", time.time(), *known)
+
+    def purge(self, now: float) -> None:
+        """Once a day, and at the beginning. now: on the monotonic clock, seconds."""
+        if now - self._purged > 86400:
+            self._purged = now
+            self._do("delete from leases where ended < ?", time.time() - _KEPT_DAYS * 86400)
 
     def began(self, lease: Lease) -> None:
         self._do("insert or replace into leases values (?,?,?,?,?,?,?,?,null,null)", lease.id, lease.uid, lease.pid,
@@ -72,11 +83,16 @@ class Store:
             self._failed(e)
             return "", {}
 
-    def history(self, limit: int = 100) -> list[tuple[object, ...]]:
+    def history(self, limit: int) -> list[dict[str, Any]]:
+        """The last leases, the newest first; `ended` and `how` are None while they live."""
         if self._db is None:
             return []
-        rows = self._db.execute("select * from leases order by began desc limit ?", (limit,)).fetchall()
-        return [tuple(r) for r in rows]
+        try:
+            found = self._db.execute("select * from leases order by began desc limit ?", (limit,))
+            return [dict(zip((c[0] for c in found.description), row, strict=True)) for row in found.fetchall()]
+        except sqlite3.Error as e:
+            self._failed(e)
+            return []
 
     def close(self) -> None:
         if self._db is not None:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from ..errors import UserError, did_you_mean
 from .machine import Core, Gpu, Machine, machine
@@ -28,7 +29,6 @@ class Tile:
     board: int
     chip: int  # counted through the whole node
     cpus: tuple[int, ...]
-    num_cores: int  # physical ones: how many threads a session runs on it
     memory_node: int = 0
     gpu: int | None = None
     multiprocessors: int = 0  # this tile's share of the GPU
@@ -57,16 +57,26 @@ class Node:
         count = len({cpu for t in self.tiles for cpu in t.cpus})
         return f"{len(self.tiles)} virtual tiles on {count} CPUs: they share them; a process's time is shown on each of its tiles"
 
-    def chip_path(self, chip: int) -> str:
-        return next(t.path.rsplit("/", 1)[0] for t in self.tiles if t.chip == chip)
-
     def find(self, path: str) -> list[Tile]:
-        """The tiles at a path: a tile, a chip or a board."""
-        found = [t for t in self.tiles if t.path == path or t.path.startswith(path.rstrip("/") + "/")]
+        """The tiles at a path: a tile, a chip or a board. Never the whole node: an unset variable must not mean everything."""
+        if not path.startswith("/") or not path.strip("/"):
+            first = self.tiles[0].path
+            raise UserError("tiles-path", f"{path!r} names no board, chip or tile",
+                            expected=f"{first.rsplit('/', 2)[0]}, {first.rsplit('/', 1)[0]} or {first}",
+                            fix="see tilework tiles; name the boards one by one to mean all of them")  # fmt: skip
+        found = [t for t in self.tiles if f"{t.path}/".startswith(path.rstrip("/") + "/")]
         if not found:
             raise UserError("tiles-path", f"no tile {path!r} on this node", found=path,
                             expected=f"{self.tiles[0].path} to {self.tiles[-1].path}", fix="see tilework tiles")  # fmt: skip
         return found
+
+
+def node_of(seen: Mapping[str, Any]) -> Node:
+    """The node as the daemon sees it, from its view: its site file is not everybody's."""
+    tiles = [Tile(i, t["path"], _board(t["path"]), t["chip"], tuple(t["cpus"]), t["memory_node"], t["gpu"], t["multiprocessors"])
+             for i, t in enumerate(seen["tiles"])]  # fmt: skip
+    first, second, third = seen["levels"]
+    return Node(seen["platform"], seen["title"], (first, second, third), seen["virtual"], tuple(tiles))
 
 
 @cache
@@ -91,11 +101,13 @@ def detect(platform: str | None = None, site: Site | None = None, here: Machine 
     name = platform or asked_platform() or site.platform or HOST
     levels, named = _named()
     if site.shape is not None and name == site.shape.title:
-        return _shaped(name, site.shape, here.cores)
+        return _shaped(name, site.shape, here.cores, site)
     if name in named:
-        return _shaped(name, named[name], here.cores)
+        return _shaped(name, named[name], here.cores, site)
     if name != HOST:
         known = [*platforms(), *([site.shape.title] if site.shape else [])]
+        if name == site.platform:
+            raise site.wrong("platform", f"no platform {name!r}", expected=did_you_mean(name, known))
         raise UserError("tiles-platform", f"no platform {name!r}", expected=did_you_mean(name, known),
                         fix="choose it with --platform or TILEWORK_PLATFORM, or describe it in the site file")  # fmt: skip
     return Node(HOST, "host", levels, False, _own(levels, here))
@@ -109,7 +121,7 @@ def _own(levels: Sequence[str], here: Machine) -> tuple[Tile, ...]:
     for b, package in enumerate(boards):
         for place, node in enumerate(sorted({c.memory_node for c in here.cores if c.package == package})):
             for t, core in enumerate(c for c in here.cores if (c.package, c.memory_node) == (package, node)):
-                tiles.append(Tile(len(tiles), _path(levels, b, place, t), b, chip, core.cpus, 1, node))
+                tiles.append(Tile(len(tiles), _path(levels, b, place, t), b, chip, core.cpus, node))
             chip += 1
     for gpu in here.gpus:
         board = len(boards) + gpu.index
@@ -125,10 +137,10 @@ def _gpu_tile(index: int, path: str, board: int, chip: int, gpu: Gpu, near: Sequ
     cpus = tuple(sorted(cpu for c in near for cpu in c.cpus))
     count = gpu.multiprocessors
     share = (t + 1) * count // GPU_TILES - t * count // GPU_TILES
-    return Tile(index, path, board, chip, cpus, 1, gpu.memory_node, gpu.index, share)
+    return Tile(index, path, board, chip, cpus, gpu.memory_node, gpu.index, share)
 
 
-def _shaped(name: str, shape: Shape, cores: Sequence[Core]) -> Node:
+def _shaped(name: str, shape: Shape, cores: Sequence[Core], site: Site) -> Node:
     tiles: list[Tile] = []
     levels = shape.levels or _named()[0]
     total, n = shape.boards * shape.chips * shape.tiles, len(cores)
@@ -139,16 +151,20 @@ def _shaped(name: str, shape: Shape, cores: Sequence[Core]) -> Node:
             cpus = tuple(shape.cpus[i])
             own = [c for c in cores if set(c.cpus) & set(cpus)]
             missing = set(cpus) - {cpu for c in cores for cpu in c.cpus}
-            if missing or not cpus:
-                raise UserError("site-file", f"shape.cpus gives tile {i} CPUs that this machine does not have",
-                                found=str(sorted(missing) or "none at all"), fix="see lscpu")  # fmt: skip
+            if missing:
+                raise site.wrong("shape.cpus", f"shape.cpus gives tile {i} CPUs that this machine does not have",
+                                 found=str(sorted(missing)), fix="see lscpu")  # fmt: skip
         else:
             own = list(cores[i * n // total : max(i * n // total + 1, (i + 1) * n // total)])
             cpus = tuple(sorted(cpu for c in own for cpu in c.cpus))
         path = _path(levels, board, chip % shape.chips, i % shape.tiles)
-        tiles.append(Tile(i, path, board, chip, cpus, max(1, len(own)), own[0].memory_node if own else 0))
+        tiles.append(Tile(i, path, board, chip, cpus, own[0].memory_node if own else 0))
     taken = [cpu for t in tiles for cpu in t.cpus]
     return Node(name, shape.title, levels, len(taken) != len(set(taken)) or shape.cpus is None, tuple(tiles))
+
+
+def _board(path: str) -> int:
+    return int(path.split("/")[1].rsplit("_", 1)[1])
 
 
 def _path(levels: Sequence[str], board: int, chip: int, tile: int) -> str:

@@ -1,11 +1,9 @@
-"""What the leases are doing: the daemon reads every page twice a second and remembers the last minute."""
+"""What the leases are doing: the daemon reads every page twice a second, and when it is asked, and remembers the last minute."""
 
 from __future__ import annotations
 
-import fcntl
 import os
-import time
-from collections import deque
+from bisect import bisect_right
 from typing import Any
 
 from . import page
@@ -13,76 +11,75 @@ from .page import COLUMNS, IDLE, Reading
 
 KEPT_SECONDS = 60.0
 EVERY_SECONDS = 0.5
+KEPT_EVERY_SECONDS = 0.1  # whoever asks more often sees what is newest, but leaves nothing behind
 SHORTEST_WINDOW = 0.2  # seconds; where the daemon has looked for less, the averages are since the lease began
-
-
-def is_memory(fd: int) -> bool:
-    """A memory file, which can be read without ever waiting. A client could send us anything."""
-    try:
-        fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-        return True
-    except OSError:
-        return False
 
 
 class Usage:
     """The readings of one lease's page. Without a descriptor (another user's process, seen by a daemon that did not grant its
-    lease) nothing is known, and nothing is made up: it counts as idle."""
+    lease) nothing is known, and nothing is made up."""
 
     def __init__(self, fd: int | None) -> None:
         self._fd = fd
-        self._kept: deque[Reading] = deque()
+        self._last: Reading | None = None
+        self._kept: list[Reading] = []  # in order, at most KEPT_SECONDS / KEPT_EVERY_SECONDS
         self.sample()
 
     def sample(self) -> None:
-        """A reading, kept. Where the page changes all the time, one that may be inconsistent is taken: what it is wrong by is
-        then one of those very short intervals."""
+        """A new reading."""
         if self._fd is None:
             return
-        found = None
-        for _ in range(8):
-            try:
-                data = os.pread(self._fd, page.SIZE, 0)
-                again = os.pread(self._fd, page.SIZE, 0)
-            except OSError:
-                return
-            found = page.read(data, time.monotonic_ns()) or found
-            if found is not None and data == again:
-                break
-        if found is not None:
+        fd = self._fd
+        try:
+            found = page.look(lambda size, at: os.pread(fd, size, at))
+        except OSError:
+            return
+        if found is None:
+            return
+        if self._last is not None and found.began != self._last.began:  # the lease was taken: what was before does not count
+            self._kept.clear()
+        self._last = found
+        if not self._kept or found.at - self._kept[-1].at >= KEPT_EVERY_SECONDS * 1e9:
             self._kept.append(found)
-            while self._kept[0].at < found.at - KEPT_SECONDS * 1e9:
-                self._kept.popleft()
+            del self._kept[: self._place(found.at - KEPT_SECONDS * 1e9)]
+
+    def _place(self, at: float) -> int:
+        """How many of the kept readings are from then or earlier."""
+        return bisect_right(self._kept, at, key=lambda r: r.at)
+
+    def _before(self, last: Reading, window: float) -> Reading | None:
+        """The newest reading that is older than the window. None: the window is longer than the lease, or nothing is known but
+        the times since the lease began."""
+        cut = last.at - max(window, SHORTEST_WINDOW) * 1e9
+        if last.began >= cut:
+            return None
+        if found := self._place(cut):
+            return self._kept[found - 1]
+        first = self._kept[0] if self._kept else last  # a daemon that began later than the window
+        return first if last.at - first.at >= SHORTEST_WINDOW * 1e9 else None
 
     def about(self, window: float) -> dict[str, Any]:
         """For tables: shares of time, steps a second, loss, memory, how long idle."""
         self.sample()
-        if not self._kept:
-            return {
-                "shares": {c: 100.0 if c == "idle" else 0.0 for c in COLUMNS},
-                "state": "unknown" if self._fd is None else "idle",
-            }
-        last = self._kept[-1]
-        first: Reading | None = next((r for r in reversed(self._kept) if r.at <= last.at - window * 1e9), self._kept[0])
-        if first is not None and last.at - first.at < SHORTEST_WINDOW * 1e9:
-            first = None
+        last = self._last
+        if last is None:
+            return {"shares": {}, "state": "unknown"}
+        first = self._before(last, window)
         seconds = (last.at - first.at if first is not None else last.since_start) / 1e9
-        busy = [t / 1e9 for t in last.times]
-        busy[IDLE] = max(0.0, last.since_start / 1e9 - sum(busy[1:]))
         return {
             "shares": page.shares(first, last),
-            "seconds": dict(zip(COLUMNS, busy, strict=True)),
+            "seconds": {c: t / 1e9 for c, t in zip(COLUMNS, last.times, strict=True)},
             "state": COLUMNS[last.state],
             "steps": last.steps,
             "steps_per_second": (last.steps - (first.steps if first is not None else 0)) / seconds if seconds > 0 else 0.0,
             "loss": last.loss if last.loss == last.loss else None,
             "memory_bytes": last.num_bytes,
-            "idle_seconds": (last.at - last.since) / 1e9 if last.state == IDLE else 0.0,
+            "idle_seconds": max(0.0, (last.at - last.since) / 1e9) if last.state == IDLE else 0.0,
         }
 
     def stuck_for(self) -> float:
         """Seconds inside a section or a collective without any progress."""
-        return self._kept[-1].stuck / 1e9 if self._kept else 0.0
+        return self._last.stuck / 1e9 if self._last is not None else 0.0
 
     def close(self) -> None:
         if self._fd is not None:

@@ -29,6 +29,7 @@ class Call:
     zeroed: tuple[str, ...] = ()  # buffers set to zero before each step
     new_seed: bool = True  # bwd keeps the seed of its fwd
     stop_at_nan: str | None = None  # the loss buffer to watch
+    shown_loss: str | None = None  # the loss buffer that its programs write
     counts: bool = True  # its steps count as steps of the session: not those of fwd or bwd alone
 
     @property

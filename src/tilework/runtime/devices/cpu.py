@@ -19,12 +19,13 @@ import torch
 
 from ...artifact.reader import Artifact
 from ...errors import BugError, MachineError, UserError
-from ...tiles.page import Slot
+from ...tiles.page import Slot, use_native
 from . import Call, NotANumber
 
 _NAN = 2
 _ERROR_SIZE = 1024
 _OPENED = itertools.count(1)
+_ENTER = ctypes.PYFUNCTYPE(c_int64, c_void_p, c_void_p, c_int64)  # too short to let other Python threads run
 
 
 class _Program(Structure):
@@ -45,6 +46,7 @@ class _Call(Structure):
         ("inputs", POINTER(_Copy)), ("num_inputs", c_int64), ("scheduled", POINTER(_Copy)), ("num_scheduled", c_int64),
         ("outputs", POINTER(_Copy)), ("num_outputs", c_int64), ("zeroed", POINTER(_Copy)), ("num_zeroed", c_int64),
         ("random", POINTER(_Random)), ("steps_done", c_int64), ("loss", c_void_p), ("counts", c_int64),
+        ("shown_loss", c_void_p),
     )  # fmt: skip
 
 
@@ -78,7 +80,7 @@ _METERED: weakref.WeakSet[Device] = weakref.WeakSet()
 def _in_a_child() -> None:
     """A fork of the process must not write to the process's page."""
     for device in list(_METERED):
-        device.driver.tilework_meter(None, None)
+        device.driver.tilework_count_at(None, None)
 
 
 os.register_at_fork(after_in_child=_in_a_child)
@@ -126,14 +128,16 @@ class Device:
         if len(cores) > 1 and torch.get_num_threads() == len(cores) and os.environ.get("TILEWORK_PIN", "1") != "0":
             self.driver.tilework_pin((c_int32 * len(cores))(*cores), len(cores))
 
-    def meter(self, page: Slot, loss: str | None) -> bool:
-        """Time is written to the page by native code. False: this artifact's driver is older than that."""
-        if not hasattr(self.driver, "tilework_meter"):
+    def meter(self, page: Slot) -> bool:
+        """Time is written to the page by native code. False: this artifact's driver is older than the page's layout."""
+        if not hasattr(self.driver, "tilework_count_at"):
             return False
-        self.driver.tilework_meter.argtypes = [c_void_p, c_void_p]
-        shown = loss is not None and self.buffers[loss].dtype == torch.float32 and self.buffers[loss].dim() == 0
-        self.driver.tilework_meter(page.address, self.buffers[loss].data_ptr() if shown and loss else None)
-        self._page = page  # must outlive the driver's pointer
+        use_native(_ENTER(ctypes.cast(self.driver.tilework_enter, c_void_p).value or 0))  # a library is never unloaded
+        self.driver.tilework_count_at.argtypes = [c_void_p, c_void_p]
+        self.driver.tilework_count_at.restype = None
+        if page.is_own:
+            self.driver.tilework_count_at(page.record, page.address)
+        self._page = page  # must outlive the driver's pointers
         _METERED.add(self)
         return True
 
@@ -189,6 +193,9 @@ class _Bound:
         native.counts = int(call.counts)
         if call.stop_at_nan and device.buffers[call.stop_at_nan].dtype == torch.float32:
             native.loss = device.buffers[call.stop_at_nan].data_ptr()
+        if call.shown_loss:
+            loss = device.buffers[call.shown_loss]
+            native.shown_loss = loss.data_ptr() if loss.dtype == torch.float32 and loss.dim() == 0 else None
         self.addresses = (c_int64 * max(1, self._num_addresses))()
         self.error = device.error
         self._function = device.driver.tilework_call

@@ -1,0 +1,33 @@
+"""Checkpoint files: everything that training changes, as safetensors, with notes beside the tensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+from torch import Tensor
+
+from ..artifact.writer import write_whole
+from ..errors import UserError
+
+
+def write(path: str | Path, tensors: Mapping[str, Tensor], notes: Mapping[str, Any]) -> None:
+    """Whole or not at all."""
+    data = safetensors.torch.save({k: t.contiguous() for k, t in tensors.items()}, metadata={"tilework": json.dumps(notes)})
+    write_whole(Path(path), lambda f: f.write(data))
+
+
+def read(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and notes; no notes in a file that somebody else wrote."""
+    try:
+        with safetensors.safe_open(str(path), "pt") as f:  # type: ignore[no-untyped-call]
+            return {k: f.get_tensor(k) for k in f.keys()}, json.loads((f.metadata() or {}).get("tilework", "{}"))  # noqa: SIM118
+    except FileNotFoundError:
+        raise UserError("weights-missing", f"{path}: there is no such file") from None
+    except Exception as e:
+        raise UserError("weights-damaged", f"{path}: the weights cannot be read", found=str(e)[:200],
+                        expected="a safetensors file") from e  # fmt: skip
