@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tilework.errors import UserError
 from tilework.tiles.asks import Ask, capped, parse
 from tilework.tiles.ledger import Lease, Ledger, Waiting
-from tilework.tiles.machine import Core, Gpu, Machine
+from tilework.tiles.machine import Core, Gpu, Machine, numbers, ranges
 from tilework.tiles.placement import choose, grants, useful
 from tilework.tiles.site import Limits, Site
 from tilework.tiles.topology import detect
@@ -170,3 +170,9 @@ def test_a_user_at_his_limit_steps_aside() -> None:
         ledger.wait(Waiting(Ask(count=1), 1, 1, 1, "", "", 1e9))
     with pytest.raises(UserError, match="too many requests"):
         ledger.wait(Waiting(Ask(count=1), 1, 1, 1, "", "", 1e9))
+
+
+@given(st.lists(st.integers(0, 300)))
+def test_ranges_and_numbers_are_each_others_opposite(found: list[int]) -> None:
+    assert numbers(ranges(found)) == sorted(set(found))
+    assert ranges([0, 1, 2, 3, 8]) == "0-3,8" and ranges([]) == ""

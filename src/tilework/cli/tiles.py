@@ -11,6 +11,7 @@ import typer
 
 from ..errors import UserError
 from ..tiles import client, messages
+from ..tiles.machine import numbers, ranges
 from ..tiles.reset import reset
 from ..tiles.topology import node_of
 from .output import duration, err, out, print_json
@@ -76,7 +77,7 @@ def _history(limit: int, json: bool) -> None:
         began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(lease["began"]))
         held = duration((lease["ended"] or time.time()) - lease["began"])
         how = lease["how"] or "still held"
-        out.print(f"{began}  {held:>7}  {lease['user']:10}  {lease['pid']:>7}  {lease['tiles']:12}  {how:13}  {lease['command']}",
+        out.print(f"{began}  {held:>7}  {lease['user']:10}  {lease['pid']:>7}  {ranges(numbers(lease['tiles'])):12}  {how:13}  {lease['command']}",
                   markup=False)  # fmt: skip
 
 
@@ -86,7 +87,7 @@ def _print(seen: Mapping[str, Any], stack: bool) -> None:
     rows = [("TILE", "CPUS", "STATE", "PID", "USER", "HELD", "COMMAND")]
     for tile in seen["tiles"]:
         lease = leases.get(tile["lease"])
-        where = f"GPU {tile['gpu']}" if tile["gpu"] is not None else ",".join(map(str, tile["cpus"]))
+        where = f"GPU {tile['gpu']}" if tile["gpu"] is not None else ranges(tile["cpus"])
         drained = "" if tile["drained"] is None else f"drained {tile['drained']}".strip()
         if lease:
             doing = ", ".join(filter(None, (state(lease), drained)))

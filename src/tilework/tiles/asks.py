@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from ..errors import UserError
-from .machine import numbers
+from .machine import numbers, ranges
 from .topology import Node
 
 MOST = 4096  # tiles of a request; no node has as many
@@ -33,8 +33,7 @@ class Ask(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
 
     def __str__(self) -> str:
         if self.tiles is not None:
-            some = ", ".join(map(str, self.tiles[:8])) + (", ..." if len(self.tiles) > 8 else "")
-            return f"tile{'s' if len(self.tiles) != 1 else ''} {some}"
+            return f"tile{'s' if len(self.tiles) != 1 else ''} {ranges(self.tiles)[:60]}"
         return _plural(self.count, "tile") if self.count is not None else _plural(self.chips or 1, "chip")
 
 

@@ -7,6 +7,7 @@ import ctypes
 import json
 import os
 import subprocess
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -71,6 +72,17 @@ def numbers(text: str, most: int = 2**16) -> list[int]:
                 raise ValueError(part)
             found += range(begin, end + 1)
     return found
+
+
+def ranges(found: Iterable[int]) -> str:
+    """The other way round: [0, 1, 2, 3, 8] -> '0-3,8'."""
+    parts: list[list[int]] = []
+    for number in sorted(set(found)):
+        if parts and parts[-1][-1] == number - 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ",".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts)
 
 
 def _read(path: Path, default: str = "") -> str:
