@@ -76,8 +76,8 @@ def _history(limit: int, json: bool) -> None:
     for lease in leases:
         began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(lease["began"]))
         held = duration((lease["ended"] or time.time()) - lease["began"])
-        how = lease["how"] or "still held"
-        out.print(f"{began}  {held:>7}  {lease['user']:10}  {lease['pid']:>7}  {ranges(numbers(lease['tiles'])):12}  {how:13}  {lease['command']}",
+        how, tiles = lease["how"] or "still held", ranges(numbers(lease["tiles"]))
+        out.print(f"{began}  {held:>7}  {lease['user']:10}  {lease['pid']:>7}  {tiles:12}  {how:13}  {lease['command']}",
                   markup=False)  # fmt: skip
 
 
