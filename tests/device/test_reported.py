@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -404,3 +406,21 @@ def test_the_comparison_with_odd_numbers() -> None:
     assert ok([inf, 1.0], [inf, 1.0]) and ok([nan, 1.0], [nan, 1.0])
     assert not ok([inf, 5.0], [inf, 1.0]) and not ok([nan, 1.0], [1.0, 1.0]) and not ok([1.0, 1.0], [nan, 1.0])
     assert not compare("output", {"x": torch.ones(1)}, {"x": torch.ones(3)})[0].ok
+
+
+def test_close_from_a_signal_handler(session_of) -> None:
+    """It may strike in the middle of a call: what the call uses is freed after it."""
+    first, step = session_of("mlp", "cpu")
+    before = signal.getsignal(signal.SIGVTALRM)
+    try:
+        for i in range(20):
+            session = tilework.load(first.artifact.path, device="cpu")
+            session.load_tensors(first.tensors())
+            signal.signal(signal.SIGVTALRM, lambda *_, it=session: it.close())
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0.0005 + 0.0002 * i)
+            with pytest.raises(tilework.UserError, match="session-closed"):
+                while True:
+                    session.run(*step.inputs, *step.targets)
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)

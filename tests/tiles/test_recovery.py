@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ from tilework.errors import MachineError, UserError
 from tilework.tiles import client, locks, messages, recovery, reset
 from tilework.tiles.asks import Ask, parse
 from tilework.tiles.ledger import Lease
+from tilework.tiles.seat import Seat, _abstract
 from tilework.tiles.topology import detect
 
 root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
@@ -142,9 +144,133 @@ def test_the_folder_vanishes(run_folder: Path, holder: Callable[..., subprocess.
     with pytest.raises(UserError, match="in time"):
         client.lease(Ask(tiles=(1,)), wait=0.1)
     assert daemon_pid(run_folder) == pid == client.view()["daemon"]["pid"]
+    leases_when(lambda _: list(run_folder.glob("lease-*.json")) != [])
+    kill_daemon(run_folder)  # the next one cannot see that lock; it knows the process
+    with pytest.raises(UserError, match="in time"):
+        client.lease(Ask(tiles=(1,)), wait=0.1)
+    assert daemon_pid(run_folder) != pid
     process.stdin.write("\n")
     process.stdin.flush()
     client.lease(Ask(tiles=(1,)), wait=5).release()
+
+
+def test_the_folder_vanishes_while_somebody_asks(run_folder: Path) -> None:
+    client.view()
+    with client.talking():  # a connection from before
+        shutil.rmtree(run_folder)
+        client.lease(Ask(tiles=(1,)), wait=5).release()
+
+
+@pytest.mark.parametrize("change", ["older", "newer"])
+def test_a_record_of_another_version(run_folder: Path, holder: Callable[..., subprocess.Popen], change: str) -> None:
+    process = holder("tiles:1")
+    process.stdout.readline()
+    path = next(run_folder.glob("lease-*.json"))
+    data = json.loads(path.read_text())
+    data = {k: v for k, v in data.items() if k not in ("cpus", "gpus")} if change == "older" else {**data, "colour": "blue"}
+    path.write_text(json.dumps(data))
+    kill_daemon(run_folder)
+    with pytest.raises(UserError, match="in time"):
+        client.lease(Ask(tiles=(1,)), wait=0)
+
+
+def test_a_damaged_record_of_a_live_lease(run_folder: Path, holder: Callable[..., subprocess.Popen]) -> None:
+    """Better no daemon than one that gives its tiles away."""
+    process = holder("tiles:1")
+    process.stdout.readline()
+    path = next(run_folder.glob("lease-*.json"))
+    path.write_text(path.read_text()[:-20])
+    kill_daemon(run_folder)
+    with pytest.raises(MachineError, match="record of a live lease is damaged"):
+        client.view()
+    process.kill()
+    process.wait()
+    assert client.view()["leases"] == []
+
+
+@root
+def test_a_process_that_becomes_another_user(run_folder: Path, started: list[subprocess.Popen]) -> None:
+    code = (
+        "import os; from tilework.tiles import client; x = client.lease('tiles:1'); os.setuid(65534); print(flush=True); input()"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    started.append(process)
+    process.stdout.readline()
+    kill_daemon(run_folder)
+    assert [(lease["pid"], lease["uid"]) for lease in client.view()["leases"]] == [(process.pid, 65534)]
+
+
+def test_a_seat_that_cannot_be_kept_for_a_while(tmp_path: Path) -> None:
+    """A failure leaves everything as it was, and the next try may go well."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    seat = Seat(folder)
+    try:
+        assert seat.take()
+        seat.show()
+        assert seat.keep()
+        shutil.rmtree(folder)
+        (folder / "daemon.lock").mkdir(parents=True)
+        open_before = len(os.listdir("/proc/self/fd"))
+        for _ in range(3):
+            with pytest.raises(OSError):
+                seat.keep()
+        assert len(os.listdir("/proc/self/fd")) == open_before
+        (folder / "daemon.lock").rmdir()
+        assert not seat.keep() and seat.keep()
+        assert len(os.listdir("/proc/self/fd")) == open_before
+    finally:
+        seat.leave()
+        seat.listener.close()
+
+
+def test_names_of_folders_do_not_meet(tmp_path: Path) -> None:
+    names = {_abstract(tmp_path / f"{'x' * 200}{i}") for i in range(3)}
+    assert len(names) == 3 and all(len(name) < 100 for name in names)
+
+
+def test_somebody_took_the_daemons_name(run_folder: Path) -> None:
+    """Anybody could. Where the folder is as it was left, the daemon begins without it."""
+    client.view()
+    kill_daemon(run_folder)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as squatter:
+        squatter.bind(_abstract(run_folder))
+        client.lease(Ask(tiles=(1,)), wait=5).release()
+
+
+def test_a_client_stopped_while_it_starts_the_daemon(run_folder: Path, started: list[subprocess.Popen]) -> None:
+    code = """
+import os, signal
+from tilework.tiles import client
+answers = client.answers
+def stop(folder):
+    client.answers = answers
+    print("at the gate", flush=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return answers(folder)
+client.answers = stop
+client.view()
+"""
+    stopped = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    started.append(stopped)
+    assert stopped.stdout.readline() == b"at the gate\n"
+    client.view()
+    os.kill(stopped.pid, signal.SIGCONT)
+    assert stopped.wait(10) == 0
+
+
+def test_a_request_right_after_a_restart(run_folder: Path, holder: Callable[..., subprocess.Popen]) -> None:
+    """While one who waited has not come back, nobody is served; that costs nobody what is free."""
+    first, second = holder("tiles:0"), holder("tiles:0")
+    leases_when(lambda _: len(client.view()["queue"]) == 1)
+    waiting = client.view()["queue"][0]["pid"]
+    os.kill(waiting, signal.SIGSTOP)
+    try:
+        kill_daemon(run_folder)
+        client.lease(Ask(tiles=(1,)), wait=0).release()
+    finally:
+        os.kill(waiting, signal.SIGCONT)
+    assert {first.poll(), second.poll()} == {None}
 
 
 def test_an_impostor_is_not_believed(run_folder: Path) -> None:
@@ -181,7 +307,8 @@ def test_reset_ends_only_who_holds_a_lease(run_folder: Path) -> None:
     try:
         lie = {"id": "0" * 12, "pid": victim.pid, "start": locks.start_time(victim.pid), "user": "x", "command": "x"}
         seen = {"tiles": [{"path": "/XRDU_0/RDU_0/TILE_0", "lease": lie["id"]}], "leases": [lie]}
-        assert [e["signal"] for e in reset.reset(seen, "/XRDU_0/RDU_0/TILE_0")] == [None]
+        with pytest.raises(UserError, match="cannot be shown to hold"):
+            reset.reset(seen, "/XRDU_0/RDU_0/TILE_0")
         assert victim.poll() is None
     finally:
         victim.kill()

@@ -360,6 +360,8 @@ def test_history(run_folder: Path, capsys) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[-1] for line in lines] == ["COMMAND", "second", "first"]
     assert "still held" in lines[1] and "released" in lines[2]
+    with pytest.raises(UserError, match="at a time"):
+        tiles.command(history=5, drain="/XRDU_0/RDU_0/TILE_0")
     mine.release()
 
 

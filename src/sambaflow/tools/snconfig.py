@@ -132,6 +132,10 @@ def main(argv: list[str] | None = None) -> int:
         return e.exit_code
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # snconfig | head
+    except OSError as e:  # nowhere to print to
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        print(f"snconfig: {e}", file=sys.stderr)
+        return 3
     return 0
 
 

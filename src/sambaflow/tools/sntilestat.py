@@ -112,6 +112,10 @@ def main(argv: list[str] | None = None) -> int:
         return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # sntilestat | head
+    except OSError as e:  # nowhere to print to
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        print(f"sntilestat: {e}", file=sys.stderr)
+        return 3
     return 0
 
 

@@ -124,6 +124,7 @@ def _install(root: Path, install: bool) -> None:
     """The unit for systemd, with the names that frontends' users know the service by."""
     unit = root / UNIT
     aliases = [name for point in entry_points(group="tilework.site") for name in getattr(point.load(), "SERVICE_NAMES", ())]
+    there = False
     try:
         if install:
             unit.parent.mkdir(parents=True, exist_ok=True)
@@ -132,13 +133,14 @@ def _install(root: Path, install: bool) -> None:
         else:
             if root == Path("/"):
                 _check_unused()
+            there = unit.exists()
             unit.unlink(missing_ok=True)
             (root / "run/tilework" / ADDRESS).unlink(missing_ok=True)  # or clients would wait for the service
     except OSError as e:
         raise MachineError(
             "site-write", f"{unit} could not be changed", found=str(e), fix="run this as root, or choose --root"
         ) from e
-    out.print(f"{'written' if install else 'removed'}: {unit}", markup=False)
+    out.print(f"{'written' if install else 'removed' if there else 'there was no'}: {unit}", markup=False)
     if root == Path("/") and shutil.which("systemctl"):
         then = "systemctl daemon-reload && systemctl enable --now tilework" if install else "systemctl daemon-reload"
         out.print(f"now: {then}", markup=False)

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
+import os
 import signal
 import sys
 import threading
@@ -87,6 +89,7 @@ def _run(argv: list[str], interrupts: list[int]) -> int:
     try:
         _register(argv)
         code = app(args=argv, prog_name="tilework", standalone_mode=False)
+        sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except TileworkError as e:
         if "--json" in argv:
@@ -103,6 +106,10 @@ def _run(argv: list[str], interrupts: list[int]) -> int:
     except Exception as e:
         if interrupts:
             return 130
+        if isinstance(e, OSError) and e.errno == errno.ENOSPC:  # verbs say so of their own files: this is where we print to
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            print(f"tilework: error [disk-full] nothing more can be printed\n  found: {e}", file=sys.stderr)
+            return 3
         traceback.print_exc()
         print(
             f"tilework: this is a bug in Tilework: {type(e).__name__}: {e}\n  please report it with the text above",

@@ -33,8 +33,8 @@ def command(
     history: Annotated[int, typer.Option(metavar="N", min=0, max=1000, help="Show the last N leases instead.")] = 0,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    if sum(x is not None for x in (drain, undrain, reset_tile)) > 1:
-        raise UserError("tiles-ask", "one of --drain, --undrain and --reset at a time")
+    if sum(x is not None for x in (drain, undrain, reset_tile)) + bool(history) > 1:
+        raise UserError("tiles-ask", "one of --drain, --undrain, --reset and --history at a time")
     if history:
         _history(history, json)
         return

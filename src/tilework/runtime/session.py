@@ -56,7 +56,7 @@ class Session:
         require(self.manifest.fingerprint, self.device_name, artifact.path)
         self.nan_error = nan_error
         self.num_steps = 0
-        self._closed = False
+        self._closed = self._freed = False
         self.buffers = self._allocate()
         self._device = open_device(self.device_name, artifact, self.buffers, num_threads or self._footing.num_threads)
         meter = getattr(self._device, "meter", None)
@@ -511,10 +511,19 @@ class Session:
     def close(self) -> None:
         """Free what the device holds. The session cannot run afterwards; its tensors can still be read. The tiles go back when
         the last session of the process is closed."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._lock._is_owned():  # type: ignore[attr-defined]  # from a signal handler, in the middle of a call: after that call
+            threading.Thread(target=self._free).start()
+        else:
+            self._free()
+
+    def _free(self) -> None:
         with self._lock:  # a call of another thread ends first
-            if self._closed:
+            if self._freed:
                 return
-            self._closed = True
+            self._freed = True
             self.page.set_bytes(0)
             self._prepared.clear()
             self._sections_bound.clear()

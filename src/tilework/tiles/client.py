@@ -26,6 +26,7 @@ from .topology import asked_platform
 
 START_SECONDS = 10.0
 ANSWER_SECONDS = 10.0
+GATE_SECONDS = 2.0  # then several may try, because who was first may have been stopped; one of them becomes the daemon
 RESTART_SECONDS = 30.0  # how long a client bears a daemon that is being restarted
 _KINDS: dict[str, type[TileworkError]] = {"environment": MachineError}
 
@@ -54,9 +55,15 @@ class Lease:
             return
         os.close(self._file)  # the kernel drops the lock: from here on the tiles are free, whatever becomes of the message
         self._file = -1
-        with contextlib.suppress(OSError):
+        try:
             self._connection.settimeout(0.2)
             self._connection.send(messages.encode(messages.Release(self.id)))
+        except OSError:  # a later daemon serves: it sees the lock go, but not always at once
+            with contextlib.suppress(OSError, TileworkError):
+                other = _try(run_folder())
+                if other is not None:
+                    other.send(messages.encode(messages.Release(self.id)))
+                    other.close()
         self._connection.close()
         os.close(self.stack)
         self.page.close()
@@ -66,9 +73,11 @@ def connect(start: bool = True) -> socket.socket:
     """A connection to this machine's daemon."""
     folder = run_folder()
     found = _try(folder)
-    for _ in range(15 if found is None and folder == INSTALLED else 0):  # the service may be on its way up again
+    for _ in range(15 if folder == INSTALLED else 0):  # the service may be on its way up again
+        if found is not None:
+            break
         time.sleep(0.2)
-        found = found or _try(folder)
+        found = _try(folder)
     if found is None and start:
         _start(folder)
         found = _try(folder)
@@ -140,7 +149,11 @@ def _start(folder: Path) -> None:
         raise MachineError("tiles-folder", f"{folder}: the daemon cannot be started there", found=str(e),
                            fix="make room or set TILEWORK_RUN to a directory that you can write to") from e  # fmt: skip
     try:
-        fcntl.flock(gate, fcntl.LOCK_EX)  # a file of this user's alone
+        until = time.monotonic() + GATE_SECONDS
+        while not _locks(gate) and time.monotonic() < until:  # another process of this user's is about to start it
+            if answers(folder):
+                return
+            time.sleep(0.005)
         if answers(folder):
             return
         here = str(Path(__file__).resolve().parents[2])  # the same Tilework as this one, wherever it was found
@@ -153,8 +166,7 @@ def _start(folder: Path) -> None:
                                  env=environment)  # fmt: skip
         until = time.monotonic() + START_SECONDS
         while time.monotonic() < until:
-            if answers(folder):
-                child.wait(1.0)  # it ends when the daemon, its child, serves
+            if answers(folder) and child.wait(1.0) == 0:  # it ends when the daemon, its child, serves
                 return
             if child.poll() not in (None, 0):
                 said = child.stderr.read().decode(errors="replace").strip() if child.stderr is not None else ""
@@ -165,7 +177,16 @@ def _start(folder: Path) -> None:
     except subprocess.TimeoutExpired:
         pass  # another daemon answers
     finally:
+        fcntl.flock(gate, fcntl.LOCK_UN)  # a process that was forked meanwhile has the same open file
         os.close(gate)
+
+
+def _locks(gate: int) -> bool:
+    try:
+        fcntl.flock(gate, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
 
 
 def lease(

@@ -7,6 +7,7 @@ leases are alive does not rest on its memory or its disk (locks.py): the next da
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import logging.handlers
 import os
@@ -86,6 +87,7 @@ class Daemon:
         self._written: list[Waiting] = []  # the queue as the next daemon would find it
         self.stopping = False
         self._advancing = self._again = False
+        self._lost = 0  # how often in a row the seat could not be kept
         self._metrics = (0.0, "")
         self._views: dict[tuple[Any, ...], tuple[float, bytes]] = {}  # what was just shown, encoded
 
@@ -163,18 +165,32 @@ class Daemon:
             self.used = now
         if (self.auto and now - self.used > IDLE_EXIT_SECONDS) or (self.seat.gives_way() and not self.ledger.leases):
             self.stopping = True
-        self._keep_seat()
         if now - self.begun > recovery.GRACE_SECONDS:
             self.expected.clear()
+        self._keep_seat()
         self._remember_queue()
         self.store.purge(now)
         self._advance()
 
     def _keep_seat(self) -> None:
         listener = self.seat.listener
-        if not self.seat.keep():
-            with contextlib.suppress(KeyError):
+        try:
+            kept = self.seat.keep()
+            self._lost = 0
+        except OSError as e:
+            self._lost += 1
+            log.error("%s: what was removed there cannot be made again: %s", self.folder, e)
+            if e.errno == errno.EBUSY and self._lost > 4:  # not somebody who only looks: another daemon
+                self.stopping = True
+            return
+        if not kept:
+            with contextlib.suppress(KeyError, ValueError):
                 self.selector.unregister(listener)
+            for lease in self.ledger.leases.values():  # their locks live on, but no other daemon can see them any more
+                lease.bare = True
+                with contextlib.suppress(OSError):
+                    records.write(self.folder, lease)
+            self._written = []
         if self.seat.listener not in self.selector.get_map():  # a new one, or left out because descriptors had run out
             self.selector.register(self.seat.listener, selectors.EVENT_READ, self._accept)
 
@@ -192,9 +208,12 @@ class Daemon:
             self._say(connection, {"state": "timeout", "ask": str(request.ask), "holders": words})
 
     def _still_held(self, lease: Lease) -> bool:
-        fd = self.files.get(lease.id)
-        pid = locks.holder(fd) if fd is not None else locks.holder_of(records.file(self.folder, lease.id, "lock"))
-        return pid == lease.pid
+        fd, path = self.files.get(lease.id), records.file(self.folder, lease.id, "lock")
+        if fd is not None:
+            return locks.holder(fd) == lease.pid
+        if lease.bare or not path.exists():  # somebody removed it: its lock may live on, so only the process's end tells
+            return locks.start_time(lease.pid) == lease.start
+        return locks.holder_of(path) == lease.pid
 
     def _drop_released(self) -> None:
         """Whoever asks must not see, or wait for, what has just been given back."""
@@ -265,8 +284,9 @@ class Daemon:
 
     def _refuse_and_close(self, connection: Connection, id: str, summary: str) -> None:
         with contextlib.suppress(OSError):
-            what = {"state": "refused", "id": id, "summary": summary, "found": f"the daemon is version {__version__}",
-                    "fix": "if yours is another version: tilework daemon stop"}  # fmt: skip
+            what = {"state": "refused", "id": id, "summary": summary}
+            if id == "tiles-protocol":
+                what |= {"found": f"the daemon is version {__version__}", "fix": "if yours is another: tilework daemon stop"}
             connection.sock.send(messages.encode(what), socket.MSG_NOSIGNAL)
         self._close(connection.sock)
         connection.close()
@@ -391,6 +411,8 @@ class Daemon:
                                fix="run the daemon as root, in the machine's own namespace")  # fmt: skip
         since = self.expected.pop((connection.pid, start), time.monotonic())
         until = (since if request.wait is None else time.monotonic()) + wait
+        if self.expected:  # nobody is served before they are back: that must not cost anybody his turn
+            until = max(until, self.begun + recovery.GRACE_SECONDS + EVERY_SECONDS)
         waiting = Waiting(ask, connection.uid, connection.pid, start, printable(request.command, 200), printable(request.job, 60),
                           until, connection, request.page, request.stack, since=since)  # fmt: skip
         self.ledger.wait(waiting)
@@ -427,7 +449,11 @@ class Daemon:
         connection: Connection = request.whose
         connection.waiting = None
         try:
-            self._offer(connection, request, tiles)
+            try:
+                self._offer(connection, request, tiles)
+            except FileNotFoundError:  # somebody has just removed the folder
+                self._keep_seat()
+                self._offer(connection, request, tiles)
         except Exception as e:
             connection.drop_fds()
             log.error("a lease cannot be made: %s", e)

@@ -34,8 +34,8 @@ class Waiting:
     since: float = field(default_factory=time.monotonic)
 
 
-class Lease(msgspec.Struct, eq=False, forbid_unknown_fields=True):
-    """Also what is written down for the next daemon."""
+class Lease(msgspec.Struct, eq=False):
+    """Also what is written down for the next daemon, which may be of an older or newer version."""
 
     id: str
     tiles: tuple[int, ...]
@@ -50,6 +50,7 @@ class Lease(msgspec.Struct, eq=False, forbid_unknown_fields=True):
     stack: int = -1
     cpus: tuple[int, ...] = ()  # what the tiles were then: the next daemon may see this node in another shape
     gpus: tuple[int, ...] = ()
+    bare: bool = False  # its lock's file was removed: nobody can see any more whether the process still has the lock
 
 
 class Ledger:

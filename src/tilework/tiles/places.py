@@ -21,7 +21,7 @@ LARGEST = 64 * 1024  # bytes of any small file that we read there
 
 def run_folder() -> Path:
     own = os.environ.get("TILEWORK_RUN")
-    if own:
+    if own and not (Path(own).absolute() == SHARED and installed()):  # the shared place has no say beside the service
         return made(Path(own).absolute())
     return INSTALLED if installed() else made(SHARED)
 

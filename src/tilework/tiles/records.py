@@ -5,6 +5,7 @@ In a shared folder anybody can leave files, so a record is read with care, and i
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import math
 import os
@@ -33,7 +34,9 @@ def write(folder: Path, lease: Lease) -> None:
     try:
         fd = open_plain(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         try:
-            os.write(fd, msgspec.json.encode(lease))
+            data = msgspec.json.encode(lease)
+            if os.write(fd, data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         finally:
             os.close(fd)
         part.rename(file(folder, lease.id, "json"))
@@ -61,6 +64,9 @@ def read_all(folder: Path) -> list[Lease]:
                 raise MachineError("tiles-folder", f"{path}: a live lease cannot be read", found=str(e),
                                    fix="run the daemon as root, or end that session") from e  # fmt: skip
         except (OSError, ValueError, RecursionError, msgspec.DecodeError) as e:
+            if is_ours(path) and locks.holder_of(file(folder, name[1], "lock")):
+                raise MachineError("tiles-folder", f"{path}: the record of a live lease is damaged", found=str(e)[:200],
+                                   fix="end that session, then remove the file") from e  # fmt: skip
             log.warning("%s is no record of a lease: %s", path, e)
             remove(folder, name[1])
     for path in [*folder.glob("lease-*.lock"), *folder.glob("lease-*.part")]:  # of a daemon that died while it wrote
@@ -71,14 +77,20 @@ def read_all(folder: Path) -> list[Lease]:
 
 
 def believable(folder: Path, lease: Lease) -> bool:
-    """The process that has the lock is that user's, and one daemon made both files. More cannot be known in a shared folder, and
-    no more is needed: nobody can make another user's process lock a file."""
+    """One daemon made both files. More cannot be known in a shared folder, and no more is needed where the process has the lock:
+    nobody can make another user's process lock a file."""
     try:
-        process = os.stat(f"/proc/{lease.pid}").st_uid
-        owners = {file(folder, lease.id, kind).lstat().st_uid for kind in ("json", "lock")}
+        return len({file(folder, lease.id, kind).lstat().st_uid for kind in ("json", "lock")}) == 1
     except OSError:
         return False
-    return process == lease.uid and len(owners) == 1
+
+
+def is_ours(path: Path) -> bool:
+    """Written by root or by this user."""
+    try:
+        return path.lstat().st_uid in (0, os.geteuid())
+    except OSError:
+        return False
 
 
 def remove(folder: Path, lease: str) -> None:

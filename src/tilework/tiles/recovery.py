@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from ..errors import MachineError
 from . import locks, records
 from .ledger import Lease, Waiting
 from .places import open_plain, read_plain
@@ -26,12 +27,23 @@ def live_leases(folder: Path) -> Iterator[tuple[Lease, int | None]]:
     """Each lease whose file is locked by the process that it was given to; and our descriptor of the file, if we may open it."""
     for lease in records.read_all(folder):
         path = records.file(folder, lease.id, "lock")
+        if lease.bare and not path.exists():
+            if records.is_ours(records.file(folder, lease.id, "json")) and locks.start_time(lease.pid) == lease.start:
+                yield lease, None
+            else:
+                records.remove(folder, lease.id)
+            continue
         fd = None
         with contextlib.suppress(OSError):
             fd = open_plain(path, os.O_RDWR)
         pid = locks.holder(fd) if fd is not None else locks.holder_of(path)
-        alive = pid == lease.pid and locks.start_time(lease.pid) == lease.start
-        if alive and records.believable(folder, lease):
+        if pid is not None and pid <= 0:
+            raise MachineError("tiles-daemon", "a process that this daemon cannot see holds tiles", found=str(path),
+                               fix="run the daemon in the machine's own pid namespace")  # fmt: skip
+        if pid == lease.pid and records.believable(folder, lease):
+            lease.start = locks.start_time(pid) or lease.start  # the lock is the kernel's word; the rest was a daemon's
+            with contextlib.suppress(OSError):
+                lease.uid = os.stat(f"/proc/{pid}").st_uid
             yield lease, fd
             continue
         if fd is not None:
@@ -42,11 +54,12 @@ def live_leases(folder: Path) -> Iterator[tuple[Lease, int | None]]:
 def taken_up(node: Node, lease: Lease) -> tuple[int, ...]:
     """The tiles of this node that a live lease takes up: its own where the node is the same as then; else, because the site file,
     the platform or the cores that the daemon may see have changed, every tile that has one of its cores or its GPU."""
-    same = lease.platform == node.platform and all(0 <= i < len(node.tiles) for i in lease.tiles)
-    if same and {cpu for i in lease.tiles for cpu in node.tiles[i].cpus} == set(lease.cpus):
-        return lease.tiles
     cpus, gpus = set(lease.cpus), set(lease.gpus)
-    found = tuple(t.index for t in node.tiles if (t.gpu in gpus if t.gpu is not None else cpus & set(t.cpus)))
+    unknown = not cpus and not gpus  # written by a version that did not say
+    same = lease.platform == node.platform and all(0 <= i < len(node.tiles) for i in lease.tiles)
+    if same and (unknown or {cpu for i in lease.tiles for cpu in node.tiles[i].cpus} == cpus):
+        return lease.tiles
+    found = tuple(t.index for t in node.tiles if unknown or (t.gpu in gpus if t.gpu is not None else cpus & set(t.cpus)))
     log.warning("lease %s of pid %d is of another shape of this node (%s); it keeps %d tiles of %s from others",
                 lease.id, lease.pid, lease.platform, len(found), node.platform)  # fmt: skip
     return found
@@ -110,7 +123,7 @@ def write_queue(folder: Path, queue: list[Waiting]) -> None:
 def read_queue(folder: Path) -> dict[tuple[int, int], float]:
     """(pid, start) -> since when, of the processes that still live. Believed only from root or ourselves."""
     try:
-        if (folder / QUEUE).lstat().st_uid not in (0, os.geteuid()):
+        if not records.is_ours(folder / QUEUE):
             return {}
         found = msgspec.json.decode(read_plain(folder / QUEUE).encode(), type=list[_Waited])
     except (OSError, ValueError, msgspec.DecodeError):

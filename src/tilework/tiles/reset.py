@@ -44,8 +44,11 @@ def _end(lease: Mapping[str, Any], folder: Path) -> int | None:
     try:
         if locks.start_time(lease["pid"]) != lease["start"]:  # the pid is another process's by now
             return None
-        if locks.holder_of(records.file(folder, lease["id"], "lock")) != lease["pid"]:
-            return None
+        lock = records.file(folder, lease["id"], "lock")
+        if locks.holder_of(lock) != lease["pid"]:
+            raise UserError("tiles-path", f"pid {lease['pid']} cannot be shown to hold these tiles",
+                            found=f"{lock} is {'not locked by it' if lock.exists() else 'gone'}",
+                            fix=f"look at it, and end it yourself: kill {lease['pid']}")  # fmt: skip
         for number in (signal.SIGTERM, signal.SIGKILL):
             signal.pidfd_send_signal(fd, number)
             if select.select([fd], [], [], GRACE_SECONDS)[0]:

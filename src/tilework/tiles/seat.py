@@ -8,7 +8,9 @@ is taken too, no second daemon can begin, and what was removed is made again.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import hashlib
 import logging
 import os
 import socket
@@ -33,29 +35,45 @@ class Seat:
 
     def take(self) -> bool:
         """False where another daemon sits there. Clients are shown the way only by `show`."""
+        existed = (self.folder / LOCK).exists()
+        named = self._take_name()
+        if not named and not existed:  # the folder was removed under a living daemon, which will make it again
+            return False
+        fd = self._locked()
+        if fd is None:
+            return False
+        if not named:
+            log.warning("somebody else has this daemon's name; it goes on without")
+        self._lock = fd
+        _be_here(True)
+        if self.folder == INSTALLED and not installed():
+            self._take_over()
+        self.listener, self._name = self._listen()
+        return True
+
+    def _take_name(self) -> bool:
+        """A name in no file system, which anybody could take: so it is not asked for where root alone can remove files."""
+        if self.folder == INSTALLED:
+            return True
         self._nameless = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
             self._nameless.bind(_abstract(self.folder))
-        except OSError:
+            return True
+        except OSError as e:
             self._nameless.close()
+            if e.errno != errno.EADDRINUSE:
+                raise
             return False
-        if not self._take_lock():
-            self._nameless.close()
-            return False
-        if self.folder == INSTALLED and not installed():
-            self._take_over()
-        self._listen()
-        return True
 
-    def _take_lock(self) -> bool:
-        self._lock = open_plain(self.folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600 if self.folder == INSTALLED else 0o666)
+    def _locked(self) -> int | None:
+        """daemon.lock, locked; None where somebody else has locked it."""
+        fd = open_plain(self.folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600 if self.folder == INSTALLED else 0o666)
         try:
-            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return fd
         except OSError:
-            os.close(self._lock)
-            return False
-        _be_here(True)
-        return True
+            os.close(fd)
+            return None
 
     def _take_over(self) -> None:
         """The service begins when no lease of the shared place lives any more: tiles must not have two masters. From the moment
@@ -68,44 +86,66 @@ class Seat:
             (INSTALLED / ADDRESS).unlink()
             raise
 
-    def _listen(self) -> None:
+    def _listen(self) -> tuple[socket.socket, str]:
         for old in self.folder.glob("daemon-*.sock"):
             with contextlib.suppress(OSError):
                 old.unlink()
-        self._name = f"daemon-{os.getpid()}-{uuid.uuid4().hex[:6]}.sock"
-        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        name = f"daemon-{os.getpid()}-{uuid.uuid4().hex[:6]}.sock"
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         place = os.open(self.folder, os.O_PATH | os.O_CLOEXEC)
         try:
-            self.listener.bind(f"/proc/self/fd/{place}/{self._name}")  # a short name for a path of any length
+            listener.bind(f"/proc/self/fd/{place}/{name}")  # a short name for a path of any length
+        except OSError:
+            listener.close()
+            raise
         finally:
             os.close(place)
-        os.chmod(self.folder / self._name, 0o666)
-        self.listener.listen(1024)
-        self.listener.setblocking(False)
+        os.chmod(self.folder / name, 0o666)
+        listener.listen(1024)
+        listener.setblocking(False)
+        return listener, name
 
     def show(self) -> None:
-        self._address = open_plain(self.folder / ADDRESS, os.O_RDWR | os.O_CREAT, self._for_all)
+        self._address = self._addressed()
         self._write(self._name)
+
+    def _addressed(self) -> int:
+        return open_plain(self.folder / ADDRESS, os.O_RDWR | os.O_CREAT, self._for_all)
 
     def _write(self, name: str) -> None:
         os.ftruncate(self._address, 0)
         os.pwrite(self._address, name.encode(), 0)
 
     def keep(self) -> bool:
-        """Now and then: is everything still there, and ours? False where the listener is a new one."""
+        """Now and then: is everything still there, and ours? False where it had to be made again: the listener is a new one, and
+        what else was in the folder is gone. OSError where it cannot be made now; then everything is as it was before."""
         if self._same(LOCK, self._lock) and self._same(ADDRESS, self._address) and (self.folder / self._name).exists():
             if os.pread(self._address, 200, 0) != self._name.encode():  # in a shared folder anybody can write there
                 self._write(self._name)
             return True
         log.warning("somebody removed files in %s; they are made again", self.folder)
         made(self.folder)
-        os.close(self._lock)
-        os.close(self._address)
-        if not self._take_lock():
-            raise MachineError("tiles-daemon", "another daemon has taken this machine's tiles", found=str(self.folder))
+        new: list[int] = []
+        try:
+            if not self._same(LOCK, self._lock):
+                fd = self._locked()
+                if fd is None:
+                    raise OSError(errno.EBUSY, "another daemon has taken this machine's tiles")
+                new.append(fd)
+            address = self._addressed()
+            new.append(address)
+            listener, name = self._listen()
+        except OSError:
+            for fd in new:
+                os.close(fd)
+            raise
+        old = [self._address, *([self._lock] if len(new) == 2 else [])]
+        self._lock, self._address = (new[0] if len(new) == 2 else self._lock), address
         self.listener.close()
-        self._listen()
-        self.show()
+        self.listener, self._name = listener, name
+        for fd in old:
+            os.close(fd)
+        self._write(name)
         return False
 
     def _same(self, name: str, fd: int) -> bool:
@@ -151,9 +191,9 @@ def locked_by(folder: Path) -> int | None:
 
 
 def _abstract(folder: Path) -> str:
-    """A name in no file system, the same for all who see this folder under this name."""
-    parent = os.stat(folder.parent)
-    return f"\0tilework-{parent.st_dev:x}-{parent.st_ino:x}-{folder.name}"[:100]
+    """The same for all who see this folder under this name; not for a container that has something else there."""
+    where = f"{os.stat(folder.parent).st_dev}:{folder.absolute()}"
+    return f"\0tilework-{hashlib.sha256(where.encode()).hexdigest()[:32]}"
 
 
 def _check_shared() -> None:
