@@ -7,7 +7,6 @@ import errno
 import fcntl
 import os
 import socket
-import struct
 import subprocess
 import sys
 import time
@@ -117,8 +116,7 @@ def _reach(folder: Path, name: str) -> socket.socket | None:
             connection.settimeout(ANSWER_SECONDS)
             try:
                 connection.connect(f"/proc/self/fd/{place}/{name}")
-                pid, _, _ = struct.unpack("iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-                if seat.sits_there(folder, pid):
+                if seat.sits_there(folder, messages.peer(connection)[0]):
                     return connection
                 connection.close()
                 return None

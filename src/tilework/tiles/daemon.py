@@ -14,7 +14,6 @@ import os
 import selectors
 import signal
 import socket
-import struct
 import time
 import uuid
 from pathlib import Path
@@ -51,7 +50,7 @@ class Connection:
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
-        self.pid, self.uid, _ = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        self.pid, self.uid = messages.peer(sock)
         self.heard = time.monotonic()
         self.waiting: Waiting | None = None
         self.fds: list[int] = []  # the client's page and stack, until there is a lease for them
@@ -177,19 +176,21 @@ class Daemon:
         try:
             kept = self.seat.keep()
             self._lost = 0
-        except OSError as e:
+        except (OSError, MachineError) as e:
             self._lost += 1
-            log.error("%s: what was removed there cannot be made again: %s", self.folder, e)
-            if e.errno == errno.EBUSY and self._lost > 4:  # not somebody who only looks: another daemon
+            if self._lost == 1:
+                log.error("%s: what was removed there cannot be made again: %s", self.folder, e)
+            if isinstance(e, OSError) and e.errno == errno.EBUSY and self._lost > 4:  # another daemon, not somebody who looks
                 self.stopping = True
             return
         if not kept:
             with contextlib.suppress(KeyError, ValueError):
                 self.selector.unregister(listener)
-            for lease in self.ledger.leases.values():  # their locks live on, but no other daemon can see them any more
-                lease.bare = True
-                with contextlib.suppress(OSError):
-                    records.write(self.folder, lease)
+            for lease in self.ledger.leases.values():
+                if not records.file(self.folder, lease.id, "lock").exists():  # the lock lives on, but no other daemon can see it
+                    lease.bare = True
+                    with contextlib.suppress(OSError):
+                        records.write(self.folder, lease)
             self._written = []
         if self.seat.listener not in self.selector.get_map():  # a new one, or left out because descriptors had run out
             self.selector.register(self.seat.listener, selectors.EVENT_READ, self._accept)

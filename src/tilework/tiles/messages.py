@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 from typing import Annotated, Any
 
 import msgspec
@@ -78,6 +79,12 @@ def decode(packet: bytes) -> Request:
 def printable(text: str, length: int) -> str:
     """For anybody's terminal: no control characters, one line, not too long."""
     return "".join(c if c.isprintable() else "?" for c in text[:length])
+
+
+def peer(connection: socket.socket) -> tuple[int, int]:
+    """(pid, uid) of the process at the other end, by the kernel's word."""
+    pid, uid, _ = struct.unpack("iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return pid, uid
 
 
 def ask_daemon(connection: socket.socket, request: Request) -> dict[str, Any]:

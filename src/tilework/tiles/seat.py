@@ -125,26 +125,23 @@ class Seat:
             return True
         log.warning("somebody removed files in %s; they are made again", self.folder)
         made(self.folder)
-        new: list[int] = []
-        try:
+        with contextlib.ExitStack() as undo:
+            lock: int | None = self._lock
             if not self._same(LOCK, self._lock):
-                fd = self._locked()
-                if fd is None:
+                lock = self._locked()
+                if lock is None:
                     raise OSError(errno.EBUSY, "another daemon has taken this machine's tiles")
-                new.append(fd)
+                undo.callback(os.close, lock)
             address = self._addressed()
-            new.append(address)
+            undo.callback(os.close, address)
             listener, name = self._listen()
-        except OSError:
-            for fd in new:
-                os.close(fd)
-            raise
-        old = [self._address, *([self._lock] if len(new) == 2 else [])]
-        self._lock, self._address = (new[0] if len(new) == 2 else self._lock), address
+            undo.pop_all()  # nothing can fail from here on
+        assert lock is not None
+        if lock != self._lock:
+            os.close(self._lock)
+        os.close(self._address)
         self.listener.close()
-        self.listener, self._name = listener, name
-        for fd in old:
-            os.close(fd)
+        self._lock, self._address, self.listener, self._name = lock, address, listener, name
         self._write(name)
         return False
 

@@ -1,6 +1,6 @@
 """The site file: what an administrator says about this machine. TOML, every key optional:
 
-platform = "SN30-8"          # a named platform, or the name of [shape]
+platform = "lab"             # a named platform, or the name of [shape]
 
 [shape]                      # another shape
 title = "lab"
