@@ -17,12 +17,13 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from .artifact.reader import Artifact as Artifact
     from .artifact.reader import read_artifact as read_artifact
+    from .check.verified import compile as compile
     from .compiler.build import Compiled as Compiled
-    from .compiler.build import compile_step as compile  # noqa: F401
     from .compiler.build import plan_step as plan_step
     from .errors import BugError as BugError
     from .errors import MachineError as MachineError
     from .errors import TileworkError as TileworkError
+    from .errors import TileworkWarning as TileworkWarning
     from .errors import UserError as UserError
     from .plan.options import Options as Options
     from .runtime.loader import Loader as Loader
@@ -43,8 +44,9 @@ _PUBLIC = {
     "Session": ("runtime.session", "Session"),
     "Step": ("step", "Step"),
     "TileworkError": ("errors", "TileworkError"),
+    "TileworkWarning": ("errors", "TileworkWarning"),
     "UserError": ("errors", "UserError"),
-    "compile": ("compiler.build", "compile_step"),
+    "compile": ("check.verified", "compile"),
     "load": ("runtime.session", "load"),
     "plan_step": ("compiler.build", "plan_step"),
     "read_artifact": ("artifact.reader", "read_artifact"),

@@ -100,6 +100,10 @@ class BugError(TileworkError):
     kind = "bug"
 
 
+class TileworkWarning(UserWarning):
+    """Something that works, and probably not as it was meant."""
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """' Did you mean x?' for a misspelt name, or the list of what there is."""
     known = sorted(set(known))

@@ -53,6 +53,67 @@ def update_by_product(weight: Tensor, a: Tensor, b: Tensor, lr: Tensor, decay: T
     weight.copy_(updated_by_product(weight, a, b, lr, decay))
 
 
+# Values that native code must not compute twice, or not later than here.
+
+
+@torch.library.custom_op("tilework::once", mutates_args=())
+def once(x: Tensor) -> Tensor:
+    """x, written to memory: whoever uses it sees the same bits. Two loops may round the same formula differently."""
+    return x.clone()
+
+
+@once.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("tilework::kept", mutates_args=())
+def kept(x: Tensor) -> Tensor:
+    """A copy of x as it is now, whatever becomes of x."""
+    return x.clone()
+
+
+@kept.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("tilework::store", mutates_args=("target",))
+def store(target: Tensor, value: Tensor) -> None:
+    """target = value, after all of the value has been computed."""
+    target.copy_(value)
+
+
+# An operator of the program's table of calls (compiler/calls.py), and its further results. They only stand in for it while native
+# code is generated.
+
+
+@torch.library.custom_op("tilework::called", mutates_args=())
+def called(
+    inputs: Sequence[Tensor], index: int, output: int, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+) -> Tensor:
+    raise RuntimeError("stands for another operator")
+
+
+@called.register_fake
+def _(
+    inputs: Sequence[Tensor], index: int, output: int, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+) -> Tensor:
+    return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype)
+
+
+@torch.library.custom_op("tilework::called_result", mutates_args=())
+def called_result(
+    first: Tensor, index: int, output: int, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+) -> Tensor:
+    raise RuntimeError("stands for another operator")
+
+
+@called_result.register_fake
+def _(first: Tensor, index: int, output: int, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype)
+
+
 # Maximum pooling with windows that do not overlap. x [n, c, h, w]; kernel, stride and padding are pairs.
 
 

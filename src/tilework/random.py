@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +24,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .errors import UserError
+
 MASK32 = 0xFFFFFFFF
+_SITES = 0x7117 << 40  # seed of torch's generator that stands for site 0
 aten = torch.ops.aten
 
 
@@ -130,13 +134,18 @@ class _Dropout(TorchFunctionMode):
     @contextmanager
     def _inside_attention(self) -> Iterator[None]:
         """Inside an intercepted function this mode is off; what torch's attention calls there is replaced by name."""
-        before = F.dropout, F.scaled_dot_product_attention
+        before, own = (F.dropout, F.scaled_dot_product_attention), threading.get_ident()
 
         def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **rest):  # type: ignore[no-untyped-def]
-            plain = before[1] if not dropout_p else self._attention
+            plain = before[1] if not dropout_p or threading.get_ident() != own else self._attention
             return plain(query, key, value, attn_mask, dropout_p, is_causal, **rest)
 
-        F.dropout = lambda input, p=0.5, training=True, inplace=False: self._dropout(DROPOUTS[0], input, p, training, inplace)
+        def dropout(input, p=0.5, training=True, inplace=False):  # type: ignore[no-untyped-def]
+            if threading.get_ident() != own:  # somebody else's model
+                return before[0](input, p, training, inplace)
+            return self._dropout(DROPOUTS[0], input, p, training, inplace)
+
+        F.dropout = dropout
         F.scaled_dot_product_attention = attention  # type: ignore[assignment]
         try:
             yield
@@ -198,18 +207,39 @@ class SeededRandom(TorchDispatchMode):
         self.probabilities = probabilities
         self.module_names = module_names or {}
         self.sites: list[DropoutSite] = []
-        self.num_calls = 0
+        self._index_of: dict[int, int] = {}  # site -> position among the dropouts
+
+    def __enter__(self) -> SeededRandom:
+        self._state = torch.get_rng_state()
+        torch.default_generator.manual_seed(_SITES)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch.set_rng_state(self._state)
 
     def next_site(self) -> int:
-        self.num_calls += 1
-        return self.num_calls - 1
+        """Counts in torch's own generator: whoever saves and restores its state (recomputation in the backward pass does) draws
+        the same numbers again."""
+        site = torch.default_generator.initial_seed() - _SITES
+        if not 0 <= site < 2**30:
+            raise UserError(
+                "random-seed",
+                "the model seeds torch's random numbers itself, so that every step would draw the same",
+                found=f"a generator with seed {site + _SITES}",
+                fix="seed on the host, before the step: session.seed(...)",
+            )
+        torch.default_generator.manual_seed(_SITES + site + 1)
+        return site
 
     def dropout_site(self, p: float) -> tuple[int, Tensor]:
-        index = len(self.sites)
-        self.sites.append(DropoutSite(self._site_name(index), p))
+        site = self.next_site()
+        index = self._index_of.setdefault(site, len(self.sites))
+        if index == len(self.sites):
+            self.sites.append(DropoutSite(self._site_name(index), p))
         if self.probabilities is None:
-            return self.next_site(), torch.tensor(p, dtype=torch.float64)
-        return self.next_site(), self.probabilities[index]
+            return site, torch.tensor(p, dtype=torch.float64)
+        return site, self.probabilities[index]
 
     def _site_name(self, index: int) -> str:
         """The path of the innermost module that is running, as it is named in the user's model."""

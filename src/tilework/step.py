@@ -25,8 +25,8 @@ class Step:
              gradient that can be read.
     targets  what `loss` gets after the model's output, where it is a separate function.
     loss     a function or module `loss(output, *targets)`; or the position(s) or key(s) of the loss among what
-             `forward` returns; or None, when the loss is computed on the host; or "auto": the scalar outputs of forward,
-             and where it has none, the host.
+             `forward` returns; or None, when the loss is computed on the host; or "auto": the only scalar that forward
+             returns, or the one called loss; and where it has none, the host.
     optimizer  None (no updates), a torch optimizer, tilework.optim.LAMB, or a list of several.
     """
 
@@ -41,6 +41,7 @@ class Step:
     accumulate: Literal["mean", "sum"] = "mean"
     precision: Literal["float32", "bfloat16"] = "float32"
     batch_dim: int | None = 0
+    examples: Literal["data", "shapes"] = "data"  # shapes: the examples' values mean nothing; the check makes its own
     metadata: Mapping[str, Any] = field(default_factory=dict)  # the user's own notes; kept in the artifact
 
     def __post_init__(self) -> None:
@@ -58,6 +59,10 @@ class Step:
         if not callable(self.loss) and not (isinstance(self.targets, (tuple, list)) and not self.targets):
             problems.append(
                 "targets: given, but loss is not a function that could take them; expected loss=function, or no targets"
+            )
+        if self.batch_dim is not None and (not isinstance(self.batch_dim, int) or self.batch_dim < 0):
+            problems.append(
+                f"batch_dim: found {self.batch_dim!r}, expected 0 or more (inputs differ in their number of dimensions), or None"
             )
         if self.accumulate not in ("mean", "sum"):
             problems.append(f"accumulate: found {self.accumulate!r}, expected 'mean' or 'sum'")

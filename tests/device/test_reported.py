@@ -162,7 +162,7 @@ def test_an_optimizer_that_has_made_steps_keeps_its_state(tmp_path) -> None:
         eager()
     tilework.compile(step, tmp_path / "m.pef", options=REFERENCE)
     session = tilework.load(tmp_path / "m.pef")
-    assert int(session.buffers["state/opt0/step"]) == 5
+    assert int(session.buffers["state/opt0.g0/step"]) == 5
     for _ in range(3):
         assert torch.allclose(session.run(*step.inputs, *step.targets).loss, eager(), rtol=1e-5)
 

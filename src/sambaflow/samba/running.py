@@ -56,7 +56,7 @@ class Runner:
         self._bare = {k.split("#")[0].rsplit(".", 1)[-1] for k in m.hyperparameters}
         self._steps_forward = 1  # mini-batches of the last forward
         self.in_sync()
-        self._parts: tuple[list[Tensor], tuple[int, int], dict[str, Tensor]] | None = None  # see _forward_in_parts
+        self._parts: tuple[list[Tensor], tuple[int, int, int], dict[str, Tensor]] | None = None  # see _forward_in_parts
 
     def in_sync(self) -> None:
         """Host and device have just been made equal."""
@@ -319,8 +319,9 @@ def _number(name: str, value: Any) -> float:
 
 
 def _copy_tensors(source: tilework.Session, target: tilework.Session) -> None:
-    """Weights and optimizer state, as far as both have them: without an optimizer there is no state."""
-    target.load_tensors({k: t for k, t in source.tensors().items() if k in target.buffers})
+    """Weights and optimizer state, as far as both have them: without an optimizer there is no state, and the target's stays."""
+    kept = {k: t for k, t in target.tensors().items() if k.startswith("state/") and k not in source.buffers}
+    target.load_tensors({**kept, **{k: t for k, t in source.tensors().items() if k in target.buffers}})
 
 
 def _as(value: Any, dtype: torch.dtype) -> Tensor:

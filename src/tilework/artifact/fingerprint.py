@@ -29,10 +29,15 @@ class Part:
 def machine_features() -> set[str]:
     """Instruction-set extensions of this CPU, as /proc/cpuinfo names them."""
     try:
-        flags = re.search(r"^flags\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.M)
+        return features_in(Path("/proc/cpuinfo").read_text())
     except OSError:
         return set()
-    return set(flags.group(1).split()) if flags else set()
+
+
+def features_in(cpuinfo: str) -> set[str]:
+    """What all cores have that are listed: the line is called flags on x86 and Features on aarch64, where cores may differ."""
+    lines = set(re.findall(r"^(?:flags|Features)[ \t]*:(.*)$", cpuinfo, re.M))
+    return set.intersection(*(set(line.split()) for line in lines)) if lines else set()
 
 
 def _version(parts: list[int]) -> str:
@@ -60,9 +65,10 @@ def compare(fingerprint: Fingerprint, device: str) -> list[Part]:
     parts.append(Part("architecture", fingerprint.architecture, platform.machine(),
                       fingerprint.architecture == platform.machine(), "compile again on this kind of machine"))  # fmt: skip
     missing = sorted(set(fingerprint.features) - machine_features())
+    wider = "x86-64-v3" if platform.machine() == "x86_64" else "baseline"
     parts.append(Part("instruction set", " ".join(fingerprint.features) or "none beyond the architecture's",
                       f"all but {' '.join(missing)}" if missing else "all of them", not missing,
-                      "compile again here, or with --isa x86-64-v3 for a wider range of machines"))  # fmt: skip
+                      f"compile again here, or with --isa {wider} for a wider range of machines"))  # fmt: skip
     libc = [int(p) for p in (platform.libc_ver()[1] or "0").split(".")[:2]]
     parts.append(Part("glibc", _version(fingerprint.glibc), _version(libc), libc >= fingerprint.glibc,
                       "compile again on this machine"))  # fmt: skip

@@ -31,10 +31,6 @@ MEMORY_FORMATS = {
 }  # fmt: skip
 
 
-_PLAIN_COPIES = {"clone", "alias", "detach", "view", "_unsafe_view", "reshape", "t", "transpose", "permute", "expand", "slice",
-                 "select", "unsqueeze", "squeeze", "_to_copy", "contiguous", "as_strided"}  # fmt: skip
-
-
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -129,35 +125,9 @@ class Graph:
 
     @property
     def buffers(self) -> tuple[str, ...]:
-        """Every buffer the graph touches, in the fixed order in which a program takes them.
-
-        Those that are only written come first: the compiler stores results in this order, and an output that is a plain
-        copy of a parameter must be stored before the parameter is."""
-        read, early = set(self.reads), self._copies_of_state()
-        return tuple(dict.fromkeys([*(b for b, _ in self.writes if b not in read), *early, *self.reads]))
-
-    def _copies_of_state(self) -> list[str]:
-        """Written buffers whose new value is a plain copy or view of another written buffer, each before the one it copies."""
-        made = {n.name: n for n in self.nodes}
-        source: dict[str, str] = {}
-        for buffer, value in self.writes:
-            while (
-                value in made
-                and made[value].refs()
-                and made[value].op.split(".")[1:2]
-                and made[value].op.split(".")[1] in _PLAIN_COPIES
-            ):
-                value = made[value].refs()[0]
-            if value not in made and value != buffer and value in self.written and buffer in self.reads:
-                source[buffer] = value
-        ordered: list[str] = []
-        while source:
-            free = [b for b in source if b not in source.values()]
-            if not free:
-                raise ValueError(f"graph {self.name}: buffers {sorted(source)} are exchanged with each other")
-            ordered += free
-            source = {b: s for b, s in source.items() if b not in free}
-        return ordered
+        """Every buffer the graph touches, in the fixed order in which a program takes them: first those only written."""
+        read = set(self.reads)
+        return tuple(dict.fromkeys([*(b for b, _ in self.writes if b not in read), *self.reads]))
 
     @property
     def written(self) -> frozenset[str]:

@@ -11,7 +11,7 @@ from msgspec import Meta, Struct
 from . import structure
 from .graph import DTYPES, TensorType
 
-FORMAT_VERSION = (1, 0)  # major: readers of another major refuse; minor: newer readers accept older files
+FORMAT_VERSION = (1, 1)  # major: readers of another major refuse; minor: newer readers accept older files
 
 Size = Annotated[int, Meta(ge=0, lt=2**40)]
 Count = Annotated[int, Meta(ge=0)]
@@ -86,6 +86,7 @@ class Program(_Table, frozen=True):
     flops: Count
     bytes: Count
     temporary_bytes: Count
+    called: list[str] = []  # operators that it calls through torch's dispatcher; ["*"]: all of them
 
 
 class Fingerprint(_Table, frozen=True):
@@ -105,6 +106,15 @@ class Weights(_Table, frozen=True):
 
     where: Literal["inside", "separate", "none"]
     file: Annotated[str, Meta(pattern=r"^[^/\\]+$")] | None = None  # a plain name, never a path
+    sha256: str | None = None  # of that file, as it was written; None before format 1.1
+
+
+class Verification(_Table, frozen=True):
+    """What one step beside eager PyTorch showed before the artifact was written."""
+
+    note: str  # "on the example inputs", or why nothing was compared
+    compared: bool
+    retreats: list[str] = []  # what was given up to compute what the model computes
 
 
 class Manifest(_Table, frozen=True):
@@ -133,6 +143,7 @@ class Manifest(_Table, frozen=True):
     weights: Weights
     metadata: dict[str, Any]
     fingerprint: Fingerprint
+    verification: Verification | None = None  # None before format 1.1
 
     def __post_init__(self) -> None:
         """Every name that one part mentions is defined by another."""

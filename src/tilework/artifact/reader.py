@@ -46,6 +46,14 @@ class Artifact:
     graphs: dict[str, Graph] = field(repr=False)
     report: str = field(repr=False)
 
+    @property
+    def weights_beside(self) -> Path | None:
+        """The file of weights beside the artifact, where they are kept there and it is there."""
+        if self.manifest.weights.where != "separate":
+            return None
+        file = self.path.parent / str(self.manifest.weights.file)
+        return file if file.exists() else None
+
     def __str__(self) -> str:
         m = self.manifest
         return f"{self.path}: {m.name} for {m.fingerprint.device}, programs {', '.join(m.programs)}"

@@ -18,14 +18,18 @@ import os
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import safetensors
 import safetensors.torch
 import torch
 
+from ..errors import UserError
 from .graph import Graph
 from .manifest import Manifest
 
 DIGEST = "digest.json"
+NOTES = "tilework"  # in the metadata of a safetensors file: JSON, what we know about its tensors
 
 
 def whole_digest(members: Mapping[str, str]) -> str:
@@ -34,9 +38,34 @@ def whole_digest(members: Mapping[str, str]) -> str:
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
-def tensor_bytes(tensors: Mapping[str, torch.Tensor]) -> bytes:
-    """safetensors; tensors that share storage, or are not dense, are copied."""
-    return safetensors.torch.save({k: t.detach().contiguous().clone() for k, t in tensors.items()})
+def tensor_bytes(tensors: Mapping[str, torch.Tensor], notes: Mapping[str, Any] | None = None) -> bytes:
+    """safetensors; tensors that share storage, or are not dense, are copied. `notes` stand beside the tensors, as JSON."""
+    metadata = {NOTES: json.dumps(notes)} if notes is not None else None
+    return safetensors.torch.save({k: t.detach().contiguous().clone() for k, t in tensors.items()}, metadata=metadata)
+
+
+def initial_bytes(tensors: Mapping[str, torch.Tensor]) -> bytes:
+    """Initial weights, marked as such: a compile may write them anew, and nothing is lost."""
+    return tensor_bytes(tensors, {"initial": True})
+
+
+def require_replaceable(file: Path) -> None:
+    """UserError where a compile would overwrite something that is not initial weights: a checkpoint is the work of hours."""
+    if not file.exists():
+        return
+    try:
+        with safetensors.safe_open(str(file), "pt") as f:  # type: ignore[no-untyped-call]
+            initial = json.loads((f.metadata() or {}).get(NOTES, "{}")).get("initial") is True
+    except Exception:  # not a file of tensors at all
+        initial = False
+    if not initial:
+        raise UserError(
+            "weights-exist", f"{file}: the compile would overwrite this file with the initial weights",
+            found="a file that is not marked as initial weights, such as a checkpoint",
+            expected="no file of that name, or initial weights from an earlier compile",
+            fix="move it or name the artifact otherwise; or compile with weights='inside' or 'none' (--weights); "
+            "if it is only the initial weights of an older Tilework, delete it",
+        )  # fmt: skip
 
 
 def write_artifact(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from ..artifact.graph import Graph, TensorType
 from ..artifact.manifest import is_dropout
 from ..artifact.structure import Structure, flatten, names, unflatten
 from ..errors import UserError
+from ..hosts import steps_made
 from ..random import seeded
 from ..step import Step
 from .losses import from_losses
@@ -23,6 +25,7 @@ from .pooling import pooling
 from .probe import Probe, evaluate, preserved, run_probe
 from .rewrites import captured
 from .trace import keep_backward_sources, to_graph, trace
+from .watch import Findings, WatchOperators
 
 
 @dataclass(frozen=True)
@@ -127,7 +130,8 @@ class _Capture:
         self._check_optimizers()
         self.hyper = self._hyper()
         sections: dict[str, Graph] = {}
-        with preserved(step):
+        self.changing = list(probe.changing)
+        with preserved(step, self.changing):
             if probe.trainable and any(probe.differentiable):
                 self.report("tracing forward and backward")
                 joint, losses = None, [self._output_names()[i] for i in probe.losses]
@@ -143,6 +147,7 @@ class _Capture:
             self._take_optimizer_state(sections)
             self.report("tracing inference")
             sections["infer"], infer_structure = self._infer()
+        self._check_memory(sections)
         return self._graph(sections, infer_structure)
 
     # ---- the parts ----
@@ -180,6 +185,20 @@ class _Capture:
                 fix="make the optimizer after the model's final form (for example after model.bfloat16())",
             )
 
+    def _check_memory(self, sections: dict[str, Graph]) -> None:
+        """Tensors that lie in the same memory would be copies of their own in a session: right only if none is changed."""
+        written = frozenset(b for graph in sections.values() for b in graph.written)
+        held = [(name, t) for name, t in self.weights.items() if name.startswith(("param/", "buffer/"))]
+        for (name, t), (other, u) in combinations(held, 2):
+            if t.untyped_storage()._cdata == u.untyped_storage()._cdata and {name, other} & written and _overlap(t, u):
+                raise UserError(
+                    "memory-shared",
+                    "two tensors of the model share memory, and the step changes it",
+                    found=f"{name.split('/', 1)[1]} and {other.split('/', 1)[1]}",
+                    expected="tensors with memory of their own (a tensor registered twice under two names is one tensor)",
+                    fix="keep one of them and take views of it in forward, or clone() the other",
+                )
+
     def _hyper(self) -> dict[str, float]:
         hyper: dict[str, float] = {}
         for group in self.groups:
@@ -194,12 +213,6 @@ class _Capture:
     def _output_names(self) -> list[str]:
         own = names(self.probe.structure, "output")
         return _ordered_unique((["loss"] if self.step.loss_function else []) + own)
-
-    def _forward(self, flat: Sequence[Tensor], seed: Tensor, ps: Sequence[Tensor]) -> list[Tensor]:
-        inputs, targets = self._fresh(flat)
-        with seeded(seed, ps):
-            outputs, _ = evaluate(self.step, inputs, targets)
-        return outputs
 
     def _replaced_buffers(self) -> list[tuple[str, Tensor]]:
         """Buffers that forward re-assigned (self.ema = ...) instead of changing in place, with their new values."""
@@ -217,19 +230,22 @@ class _Capture:
         replaced: list[str] = []
 
         def joint(*args: Tensor) -> list[Any]:
-            outputs = self._forward(args[:n], args[n], args[n + 1 : n + 1 + num_p])
-            keep_backward_sources([outputs[i] for i in sources])
-            seeds = list(args[n + 1 + num_p :]) or [torch.ones_like(outputs[i]) for i in sources]
-            leaves = [self.last_leaves[i] for i in wanted_inputs]
-            grads = torch.autograd.grad(
-                [outputs[i] for i in sources], [*trainable, *leaves], grad_outputs=seeds, allow_unused=True
-            )
+            inputs, targets = self._fresh(args[:n])
+            # Around the backward pass as well: it may run parts of the model again, or draw random numbers of its own.
+            with captured(), seeded(args[n], args[n + 1 : n + 1 + num_p]):
+                outputs, _ = evaluate(self.step, inputs, targets)
+                keep_backward_sources([outputs[i] for i in sources])
+                seeds = list(args[n + 1 + num_p :]) or [torch.ones_like(outputs[i]) for i in sources]
+                leaves = [self.last_leaves[i] for i in wanted_inputs]
+                grads = torch.autograd.grad(
+                    [outputs[i] for i in sources], [*trainable, *leaves], grad_outputs=seeds, allow_unused=True
+                )
             new = self._replaced_buffers()
             replaced[:] = [k for k, _ in new]
             return [*(o.detach() for o in outputs), *(b.detach() for _, b in new), *grads]
 
         args = [*self.flat, torch.tensor(1), *(torch.tensor(s.p, dtype=torch.float64) for s in probe.sites), *outgrads]
-        with torch.enable_grad(), preserved(self.step):
+        with torch.enable_grad(), preserved(self.step, self.changing):
             traced = trace(joint, args)
         reads = [f"input/{i}" for i in self.input_names] + ["rng/seed"] + [f"hyper/{s.name}" for s in probe.sites]
         reads += [f"outgrad/{outs[i]}" for i in sources] if with_outgrads else []
@@ -263,8 +279,8 @@ class _Capture:
                 for s in g.rule.state if k in have else ():
                     reads.append(f"state/{k}/{s}")
                     example.append(self.probe.trainable[k].detach().contiguous())
-        for name in dict.fromkeys(g.optimizer for g in self.groups):
-            reads.append(f"state/{name}/step")
+        for g in self.groups:
+            reads.append(f"state/{g.prefix}/step")
             example.append(torch.tensor(0))
         for name in self.hyper:
             if not is_dropout(name):
@@ -283,7 +299,7 @@ class _Capture:
             grads = {k: v[f"grad/{k}"] for k in self.updated}
             grads = clip(grads, v.get("hyper/clip_norm"), v.get("hyper/clip_value"))
             for g in self.groups:
-                step = v[f"state/{g.optimizer}/step"] + 1
+                step = v[f"state/{g.prefix}/step"] + 1
                 h = derived({k: v[f"hyper/{g.prefix}.{k}"] for k in g.rule.hyper}, step)
                 scalars = packed(h)
                 for k in g.params:
@@ -296,8 +312,7 @@ class _Capture:
                     result(f"param/{k}", updated)
                     for name, value in state.items():
                         result(f"state/{k}/{name}", value)
-            for name in dict.fromkeys(g.optimizer for g in self.groups):
-                result(f"state/{name}/step", v[f"state/{name}/step"] + 1)
+                result(f"state/{g.prefix}/step", step)
             return new
 
         with torch.no_grad():
@@ -310,13 +325,15 @@ class _Capture:
             return
         for g in self.groups:
             state = self.step.optimizers[int(g.optimizer.removeprefix("opt"))].state
-            for k in g.params:
-                values = state.get(self.probe.trainable[k], {})
-                for name in (*g.rule.state, "step"):
-                    buffer = f"state/{g.optimizer}/step" if name == "step" else f"state/{k}/{name}"
-                    if isinstance(values.get(name), Tensor) and buffer in sections["opt"].types:
-                        kind = torch.int64 if name == "step" else values[name].dtype
-                        self.weights[buffer] = values[name].detach().to(kind)
+            own = {k: state.get(self.probe.trainable[k], {}) for k in g.params if k in self.updated}
+            for k, values in own.items():
+                for name in g.rule.state:
+                    if isinstance(values.get(name), Tensor) and f"state/{k}/{name}" in sections["opt"].types:
+                        # A copy: whoever steps the optimizer and puts its state back gives it other tensors.
+                        self.weights[f"state/{k}/{name}"] = values[name].detach().clone()
+            made = steps_made(own, g.prefix, g.rule.kind, "dampening" in g.rule.hyper)
+            if made:
+                self.weights[f"state/{g.prefix}/step"] = torch.tensor(made)
 
     def _infer(self) -> tuple[Graph, Structure]:
         """The model alone, in eval mode: what a training artifact runs for inference."""
@@ -331,10 +348,15 @@ class _Capture:
                 outputs, structure = flatten(self.step.call_model(inputs))
             return [o.detach() for o in outputs]
 
-        with preserved(self.step), torch.no_grad():
+        with preserved(self.step, self.changing), torch.no_grad():
             for _, root in self.step.modules:
                 root.eval()
-            traced = trace(infer, [*self.flat[:n], torch.tensor(1)])
+            # For real first: what the model keeps for later must not be made of traced tensors.
+            with WatchOperators(Findings()) as watch:
+                infer(*self.flat[:n], torch.tensor(1))
+            watch.put_back()
+            with preserved(self.step, watch.changing):
+                traced = trace(infer, [*self.flat[:n], torch.tensor(1)])
         reads = [f"input/{i}" for i in self.input_names[:n]] + ["rng/seed"]
         reads += [self._closed_over(t) for t in traced.closed_over]
         self.infer_names = _ordered_unique(names(structure, "output"))
@@ -374,6 +396,14 @@ class _Capture:
 def _type(t: Tensor) -> tuple[str, tuple[int, ...]]:
     full = TensorType.of(t)
     return full.dtype, full.shape
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one storage have bytes in common, by their first and last."""
+    (a0, a1), (b0, b1) = (
+        (t.storage_offset() * t.element_size(), (t.storage_offset() + TensorType.of(t).extent) * t.element_size()) for t in (a, b)
+    )
+    return a0 < b1 and b0 < a1
 
 
 def _describe(g: Group) -> dict[str, Any]:

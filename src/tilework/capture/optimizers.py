@@ -6,12 +6,14 @@ parameter and state. The formulas and their order of operations are those of tor
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ..errors import UserError
 from ..optim import LAMB
@@ -149,17 +151,20 @@ def packed(h: Tensors) -> Tensors:
     return {k: together[i] for i, k in enumerate(h)}
 
 
+_RULES: dict[type, Callable[[dict[str, Any], bool], Rule]] = {
+    torch.optim.SGD: _sgd,
+    torch.optim.AdamW: lambda group, _: _adam(group, decoupled=True),
+    torch.optim.Adam: lambda group, _: _adam(group, decoupled=bool(group.get("decoupled_weight_decay", False))),
+    torch.optim.RMSprop: _rmsprop,
+    LAMB: lambda group, _: _lamb(group),
+}
+
+
 def rule_for(optimizer: torch.optim.Optimizer, group: dict[str, Any], keep_momentum: bool) -> Rule:
-    if isinstance(optimizer, torch.optim.SGD):
-        return _sgd(group, keep_momentum)
-    if isinstance(optimizer, torch.optim.AdamW):
-        return _adam(group, decoupled=True)
-    if isinstance(optimizer, torch.optim.Adam):
-        return _adam(group, decoupled=bool(group.get("decoupled_weight_decay", False)))
-    if isinstance(optimizer, torch.optim.RMSprop):
-        return _rmsprop(group, keep_momentum)
-    if isinstance(optimizer, LAMB):
-        return _lamb(group)
+    for kind, rule in _RULES.items():  # AdamW before Adam, whose subclass it is
+        if isinstance(optimizer, kind):
+            _check_step(optimizer, kind)
+            return rule(group, keep_momentum)
     raise UserError(
         "optimizer-unknown",
         "this optimizer has no update rule in Tilework",
@@ -167,6 +172,30 @@ def rule_for(optimizer: torch.optim.Optimizer, group: dict[str, Any], keep_momen
         expected="torch.optim.SGD, Adam, AdamW or RMSprop, or tilework.optim.LAMB",
         fix="use one of these; or compile without an optimizer, read the gradients, and update on the host",
     )
+
+
+def _check_step(optimizer: torch.optim.Optimizer, kind: type) -> None:
+    """UserError where optimizer.step() does something else than that of the torch class whose rule we have."""
+    problems = []
+    if inspect.unwrap(type(optimizer).step) is not inspect.unwrap(kind.step):  # type: ignore[attr-defined]
+        problems.append(f"{type(optimizer).__name__} has a step() of its own")
+    own = vars(optimizer).get("step")
+    if own is not None and not getattr(own, "_wrapped_by_lr_sched", False):  # a scheduler only counts the calls
+        problems.append("step was replaced on the object")
+    hooks = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]  # type: ignore[attr-defined]
+    if any([*hooks, _global_optimizer_pre_hooks, _global_optimizer_post_hooks]):
+        problems.append("it has step hooks")
+    if any(p._post_accumulate_grad_hooks for g in optimizer.param_groups for p in g["params"]):
+        problems.append("its parameters have post_accumulate_grad hooks")
+    if problems:
+        raise UserError(
+            "optimizer-changed",
+            f"the optimizer does more than torch.optim.{kind.__name__}, whose update rule would be compiled",
+            found="; ".join(problems),
+            expected=f"a plain {kind.__name__} without hooks",
+            fix="put what a hook does to gradients into the model (tensor.register_hook), and the rest on the host; "
+            "or compile without an optimizer, read the gradients, and update on the host",
+        )
 
 
 @dataclass(frozen=True)

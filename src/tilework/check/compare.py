@@ -14,6 +14,7 @@ BF16_COMPUTE = 3e-2  # float32 tensors that were computed through bf16 products
 # A tensor is never judged on a scale finer than this part of the largest of its kind: a gradient that cancels to zero (a
 # bias before a BatchNorm) holds the rounding noise of the terms that cancelled.
 _FLOOR = 1e-2
+MOST_LATER = 0.1  # a later step may be `later` times further off, up to this
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,14 @@ class Row:
     tolerance: float
     ok: bool
     note: str = ""
+    program: str = ""  # the program that is to blame if it is not ok
+
+    def __str__(self) -> str:
+        if self.error == float("inf") or self.note:
+            return f"{self.kind} {self.name}: {self.note or 'not a number on one side'}"
+        return (
+            f"{self.kind} {self.name}: off by {self.error:.1e} of its largest element, where rounding makes {self.tolerance:.0e}"
+        )
 
 
 def scale_of(tensors: Mapping[str, Tensor]) -> float:
@@ -39,9 +48,10 @@ def compare(
     *,
     low_precision: bool = False,
     allowance: Mapping[str, Tensor] | None = None,
+    later: float = 1.0,
 ) -> list[Row]:
     """A row for every expected tensor. `allowance` widens the tolerance, element by element, where the arithmetic itself
-    magnifies rounding noise (a normalised update of a gradient that is nearly zero)."""
+    magnifies rounding noise (a normalised update of a gradient that is nearly zero); `later`, for all of them."""
     by_ending: dict[str, dict[str, Tensor]] = {}  # of optimizer state, exp_avg and exp_avg_sq have scales of their own
     for name, want in expected.items():
         by_ending.setdefault(name.rpartition("/")[2] if kind == "state" else "", {})[name] = want
@@ -64,6 +74,7 @@ def compare(
         tolerance = TOLERANCE.get(want.dtype, 1e-5)
         if low_precision:
             tolerance = max(tolerance, BF16_COMPUTE)
+        tolerance = min(tolerance * later, max(tolerance, MOST_LATER))
         have, want = have.detach().double(), want.detach().double()
         finite = want[want.isfinite()]
         scale = max(float(finite.abs().max()) if finite.numel() else 0.0, _FLOOR * overall, 1e-30)
@@ -77,5 +88,6 @@ def compare(
                 note = "within what rounding noise in the gradient explains"
             difference = excess
         error = float(difference.max()) / scale if want.numel() else 0.0
+        error = float("inf") if error != error else error  # NaN on one side only
         rows.append(Row(kind, name, error, tolerance, error <= tolerance, note))
     return rows

@@ -21,17 +21,18 @@ def command(
     device: Annotated[str, typer.Option(help="cpu, reference or null.")] = "cpu",
     weights: Annotated[str, typer.Option(help="Where initial weights go: separate, inside or none.")] = "separate",
     programs: Annotated[str, typer.Option(help="Ways to run it: all, fused (fastest compile) or sections.")] = "all",
-    isa: Annotated[str, typer.Option(help="native, x86-64-v3, x86-64-v4 or baseline.")] = "native",
+    isa: Annotated[str, typer.Option(help="native or baseline; on x86-64 also x86-64-v3 and x86-64-v4.")] = "native",
     opt_level: Annotated[int, typer.Option(help="Of the native compiler, 0 to 3.")] = 3,
     keep_momentum: Annotated[bool, typer.Option(help="Leave room for momentum although it starts at 0.")] = False,
     keep_gradients: Annotated[bool, typer.Option(help="The fused step keeps gradients for reading.")] = False,
     disable: Annotated[list[str] | None, typer.Option(help="Leave out a planning pass; can be repeated.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="name=value for the build function.")] = None,
     plan_only: Annotated[bool, typer.Option(help="Print the plan and stop: nothing is built.")] = False,
+    verify: Annotated[bool, typer.Option(help="Run one step beside eager PyTorch before the artifact is written.")] = True,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     from ..capture.capture import capture
-    from ..compiler.build import compile_step
+    from ..check.verified import compile
     from ..errors import UserError
     from ..plan.options import Options
     from ..plan.plan import plan
@@ -59,15 +60,18 @@ def command(
     if path.is_dir() or not path.name:
         raise UserError("options", f"--output {path} is a folder", expected="a file name, such as out/model.pef")
     with progress(quiet=json) as report:
-        done = compile_step(step, path, options=options, weights=weights, report=report)  # type: ignore[arg-type]
+        done = compile(step, path, options=options, weights=weights, report=report, verify=verify)  # type: ignore[arg-type]
     if json:
         print_json({"artifact": str(done.path), "weights": str(done.weights) if done.weights else None,
                     "digest": done.digest, "seconds": done.seconds, "programs": done.notes,
-                    "memory": done.plan.memory})  # fmt: skip
+                    "memory": done.plan.memory, "verified": done.verification.compared, "verification": done.verification.note,
+                    "retreats": done.verification.retreats})  # fmt: skip
         return
     out.print(str(done.plan), markup=False)
     for program, note in done.notes.items():
         out.print(f"{program}: {note}", markup=False)
+    seen = done.verification
+    out.print(f"verified {seen.note} ({done.seconds.get('verify', 0.0):.1f} s)" if seen.compared else seen.note, markup=False)
     out.print(f"artifact {done.path}  ({done.path.stat().st_size / 1e6:.2f} MB, {sum(done.seconds.values()):.1f} s)")
     if done.weights:
         out.print(f"weights  {done.weights}")

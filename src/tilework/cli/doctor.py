@@ -34,7 +34,7 @@ def _checks() -> list[dict[str, Any]]:
     import torch
 
     from ..artifact.fingerprint import machine_features
-    from ..compiler.cache import cache_folder
+    from ..compiler.cache import cache_folder, others_reach
 
     found: list[dict[str, Any]] = []
 
@@ -60,11 +60,12 @@ def _checks() -> list[dict[str, Any]]:
     folder = cache_folder()
     probe = folder if folder.exists() else next(p for p in folder.parents if p.exists())
     free = shutil.disk_usage(probe).free
+    problem = others_reach(folder) if folder.exists() else ""
     check(
         "cache",
-        os.access(probe, os.W_OK),
-        f"{folder}, {free / 1e9:.1f} GB free",
-        "set TILEWORK_CACHE to a folder you can write to",
+        os.access(probe, os.W_OK) and not problem,
+        f"{folder}, {problem or f'{free / 1e9:.1f} GB free'}",
+        "set TILEWORK_CACHE to a folder that you alone can write to",
     )
     check(
         "disk",

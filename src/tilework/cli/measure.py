@@ -21,19 +21,20 @@ EXAMPLE = "Example: tilework measure out/lenet.pef --seconds 2"
 def command(
     artifact: Annotated[Path, typer.Argument(help="The .pef file.")],
     seconds: Annotated[float, typer.Option(help="How long to time each row.")] = 1.0,
+    weights: Annotated[Path | None, typer.Option(help="Start from this file instead of the initial weights.")] = None,
     device: Annotated[str | None, typer.Option(help="Run on this device instead of the artifact's own.")] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads; all cores by default.")] = None,
     trust: Annotated[bool, typer.Option(help="Accept a file that others could have changed.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    from ..check.check import _some_weights, random_inputs
+    from ..check.check import random_inputs, some_weights
     from ..runtime.session import load
 
     begin = time.perf_counter()
-    session = load(artifact, device=device, num_threads=threads, trust=trust)
+    session = load(artifact, device=device, weights=weights, num_threads=threads, trust=trust)
     loading = time.perf_counter() - begin
-    session.load_tensors(_some_weights(session))
-    inputs = random_inputs(session.artifact)
+    session.load_tensors(some_weights(session))
+    inputs = random_inputs(session.manifest)
     manifest = session.manifest
     samples = manifest.inputs[0].type.shape[0] * manifest.num_micro_batches if manifest.inputs[0].type.shape else 1
     rows: dict[str, dict[str, Any]] = {}
@@ -43,7 +44,7 @@ def command(
             report(f"timing {name}")
             rows[name] = _time(once, seconds)
 
-        if session._fused and manifest.losses:
+        if session.fused and manifest.losses:
             timed("step", lambda: session.run(*inputs))
         if "fwd" in manifest.programs and manifest.num_micro_batches == 1:
             timed("fwd", lambda: session.run(*inputs, sections=["fwd"]))

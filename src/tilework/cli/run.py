@@ -128,7 +128,7 @@ def _batches(data: str, folder: Path | None, session: Any, seed: int) -> Callabl
     manifest = session.manifest
     rows = manifest.inputs[0].type.shape[0] * manifest.num_micro_batches if manifest.inputs[0].type.shape else 1
     if data == "random":
-        return lambda epoch: [random_inputs(session.artifact, seed + epoch)]
+        return lambda epoch: [random_inputs(session.manifest, seed + epoch)]
     if data == "digits":
         x, y = digits.load("train", folder)
         shape = manifest.inputs[0].type.shape

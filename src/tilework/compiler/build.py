@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import datetime
 import gc
+import hashlib
 import platform
+import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import torch
 
-from .. import __version__
+from .. import __version__, hosts
 from ..artifact.manifest import (
     FORMAT_VERSION,
     Argument,
@@ -23,18 +26,22 @@ from ..artifact.manifest import (
     Manifest,
     Parameter,
     Program,
+    Verification,
     Weights,
 )
 from ..artifact.manifest import Tensor as TensorEntry
-from ..artifact.writer import tensor_bytes, write_artifact, write_whole
+from ..artifact.writer import initial_bytes, require_replaceable, write_artifact, write_whole
 from ..capture.capture import StepGraph, capture
+from ..errors import TileworkWarning
 from ..plan.options import Options
 from ..plan.plan import Plan, plan
 from ..step import Step
 from .backends import Built, backend_for
 from .cache import Cache, disk_errors
+from .settle import Called, Made, Settled, Settling, Verdict
 
 Report = Callable[[str], None]
+Judge = Callable[[Path], Verdict]  # of an artifact without weights
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,7 @@ class Compiled:
     plan: Plan
     notes: dict[str, str]
     seconds: dict[str, float]
+    verification: Verification
 
     def __str__(self) -> str:
         took = ", ".join(f"{k} {v:.1f} s" for k, v in self.seconds.items())
@@ -61,10 +69,15 @@ def compile_step(
     weights: Literal["separate", "inside", "none"] = "separate",
     cache: Cache | None = None,
     report: Report = lambda _: None,
+    judge: Judge | None = None,
 ) -> Compiled:
-    """Compile a training step into the artifact `path`. Weights go beside it, inside it, or nowhere."""
+    """Compile a training step into the artifact `path`. Weights go beside it, inside it, or nowhere. `judge` runs what was built
+    beside the model and says which programs are wrong; tilework.compile has one."""
     path = Path(path)
     options = options or Options()
+    beside = path.with_suffix(".safetensors") if weights == "separate" else None
+    if beside is not None:
+        require_replaceable(beside)
     seconds: dict[str, float] = {}
     clock = time.perf_counter()
 
@@ -74,41 +87,75 @@ def compile_step(
         seconds[name] = round(now - clock, 3)
         clock = now
 
-    sections = options.programs != "fused" or "fuse" in options.disable
     with _rare_garbage_collection():
-        graph = capture(step, keep_momentum=options.keep_momentum, sections=sections, report=report)
+        graph = _captured(step, options, report)
         lap("capture")
-        planned = plan(graph, options)
-        lap("plan")
-        built = backend_for(options.device).build(path.stem, planned, cache, report)
+
+        def make(options: Options, called: Called) -> Made:
+            planned = replace(plan(graph, options), called=called)
+            built = backend_for(options.device).build(path.stem, planned, cache, report)
+            return Made(replace(planned, called=built.called), built)
+
+        def judged(made: Made) -> Verdict:
+            nonlocal clock
+            begin = time.perf_counter()
+            with tempfile.TemporaryDirectory(prefix="tilework-") as folder:
+                trial = Path(folder) / path.name
+                manifest = make_manifest(path.stem, made, Weights(where="none"))
+                write_artifact(
+                    trial, manifest, made.plan.programs, _native_members(made.built), _constants(graph, made.plan), None, ""
+                )
+                assert judge is not None
+                verdict = judge(trial)
+            seconds["verify"] = round(seconds.get("verify", 0.0) + time.perf_counter() - begin, 3)
+            return verdict
+
+        if judge is None:
+            settled = Settled(make(options, {}), "not verified: left out on request", compared=False)
+        else:
+            settled = Settling(options, make, judged, report).settle()
+        made = settled.made
         lap("build")
+        seconds["build"] = round(seconds["build"] - seconds.get("verify", 0.0), 3)
     report("writing the artifact")
-    data = tensor_bytes(graph.weights) if weights != "none" else None
-    beside = path.with_suffix(".safetensors") if weights == "separate" else None
+    data = initial_bytes(graph.weights) if weights != "none" else None
+    sha256 = hashlib.sha256(data).hexdigest() if beside is not None and data is not None else None
     with disk_errors(f"writing {path}"):
         if beside is not None and data is not None:
             content = data
             write_whole(beside, lambda f: f.write(content))
-        where = Weights(where=weights, file=beside.name if beside else None)
+        where = Weights(where=weights, file=beside.name if beside else None, sha256=sha256)
+        verification = Verification(note=settled.note, compared=settled.compared, retreats=settled.retreats)
         digest = write_artifact(
             path,
-            make_manifest(path.stem, planned, built, where),
-            planned.programs,
-            _native_members(built),
-            {k: t for k, t in graph.constants.items() if k in planned.buffers},
+            make_manifest(path.stem, made, where, verification),
+            made.plan.programs,
+            _native_members(made.built),
+            _constants(graph, made.plan),
             data if weights == "inside" else None,
-            _report(planned, built, seconds),
+            _report(made, verification, seconds),
         )
     lap("write")
-    return Compiled(path, beside, digest, planned, built.notes, seconds)
+    hosts.remember(digest, step.model, step.optimizers, step.loss)
+    for retreat in settled.retreats:
+        warnings.warn(f"{path}: {retreat}: generated code was wrong there, so it is not used", TileworkWarning, stacklevel=2)
+    return Compiled(path, beside, digest, made.plan, made.built.notes, seconds, verification)
+
+
+def _captured(step: Step, options: Options, report: Report) -> StepGraph:
+    sections = options.programs != "fused" or "fuse" in options.disable
+    return capture(step, keep_momentum=options.keep_momentum, sections=sections, report=report)
+
+
+def _constants(graph: StepGraph, planned: Plan) -> dict[str, torch.Tensor]:
+    return {k: t for k, t in graph.constants.items() if k in planned.buffers}
 
 
 def plan_step(step: Step, options: Options | None = None, *, report: Report = lambda _: None) -> Plan:
     """What compile_step would build: programs, memory and cost. Nothing is built."""
     options = options or Options()
-    sections = options.programs != "fused" or "fuse" in options.disable
     with _rare_garbage_collection():
-        return plan(capture(step, keep_momentum=options.keep_momentum, sections=sections, report=report), options)
+        return plan(_captured(step, options, report), options)
 
 
 @contextmanager
@@ -130,13 +177,15 @@ def _native_members(built: Built) -> dict[str, bytes]:
     return members
 
 
-def _report(planned: Plan, built: Built, seconds: dict[str, float]) -> str:
-    lines = [str(planned), "", *(f"{p}: {note}" for p, note in built.notes.items()), ""]
+def _report(made: Made, verification: Verification, seconds: dict[str, float]) -> str:
+    lines = [str(made.plan), "", *(f"{p}: {note}" for p, note in made.built.notes.items()), ""]
+    lines += [f"verified: {verification.note}" if verification.compared else verification.note, *verification.retreats, ""]
     lines += [f"{part}: {took} s" for part, took in seconds.items()]
     return "\n".join(lines) + "\n"
 
 
-def make_manifest(name: str, planned: Plan, built: Built, weights: Weights) -> Manifest:
+def make_manifest(name: str, made: Made, weights: Weights, verification: Verification | None = None) -> Manifest:
+    planned, built = made.plan, made.built
     step: StepGraph = planned.step
     options = planned.options
     torch_version = [int(p) for p in torch.__version__.split("+")[0].split(".")[:2]]
@@ -172,6 +221,7 @@ def make_manifest(name: str, planned: Plan, built: Built, weights: Weights) -> M
                 flops=planned.costs[p].flops,
                 bytes=planned.costs[p].bytes,
                 temporary_bytes=planned.costs[p].temporary_bytes,
+                called=list(planned.called.get(p, ())),
             )
             for p, g in planned.programs.items()
         },
@@ -194,4 +244,5 @@ def make_manifest(name: str, planned: Plan, built: Built, weights: Weights) -> M
                 "disable": list(options.disable),
             },
         ),
+        verification=verification,
     )

@@ -4,7 +4,8 @@
     <cache>/names/<artifact>.<library>.json      the parts that this name had last time
     <cache>/locks/<key>.lock                     held with flock while a program is built; the kernel frees it on any exit
 
-An entry appears whole, by rename, or not at all.
+An entry appears whole, by rename, or not at all. What is here becomes code of this process, so nobody but its user may be able
+to write here.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -56,12 +58,38 @@ def disk_errors(what: str) -> Iterator[None]:
         raise
 
 
+def others_reach(folder: Path) -> str:
+    """How somebody else could put code into this folder, or an empty text."""
+    info = folder.stat()
+    if info.st_uid != os.geteuid():
+        return f"it belongs to user {info.st_uid}, not to you ({os.geteuid()})"
+    if info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"others can write to it (mode {stat.S_IMODE(info.st_mode):o})"
+    return ""
+
+
+def _own_folder(folder: Path) -> Path:
+    """The folder, made where it is missing, with links resolved: a link that changes later leads nowhere else."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    folder = folder.resolve()
+    problem = others_reach(folder)
+    if problem:
+        raise MachineError(
+            "cache-owner",
+            f"{folder}: the compile cache holds machine code, and somebody else could have put theirs there",
+            found=problem,
+            expected="a folder of your own that nobody else can write to",
+            fix=f"set TILEWORK_CACHE to such a folder; if this one is yours and you trust what is in it, chmod go-w {folder}",
+        )
+    return folder
+
+
 class Cache:
     def __init__(self, folder: Path | None = None) -> None:
-        self.folder = folder or cache_folder()
         with disk_errors("compile cache"):
+            self.folder = _own_folder(folder or cache_folder())
             for name in ("programs", "names", "locks", "headers", "inductor", "scratch"):
-                (self.folder / name).mkdir(parents=True, exist_ok=True, mode=0o700)
+                _own_folder(self.folder / name)
 
     @staticmethod
     def key(parts: Parts) -> str:

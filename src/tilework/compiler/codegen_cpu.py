@@ -8,11 +8,12 @@ stops with our bug, not with wrong code.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,12 @@ from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..artifact.graph import Graph
-from ..errors import BugError, Place, UserError
+from ..errors import BugError
 from ..plan.options import Options
-from . import lowerings
-from .memory import families, plan_temporaries
+from . import inductor_fixes, lowerings
+from .calls import program_of_calls, table_of_calls
+from .known import known
+from .memory import families, own_temporaries, plan_temporaries
 from .to_fx import to_fx
 
 SIMD_BITS = {"x86-64-v3": 256, "x86-64-v4": 512, "baseline": 0}
@@ -62,6 +65,8 @@ def settings(options: Options) -> dict[str, Any]:
         "cpp.threads": max(2, len(os.sched_getaffinity(0))),
         "cpp.min_chunk_size": 8192,
         "fx_graph_cache": False,
+        "emulate_precision_casts": True,  # x.bfloat16().float() rounds, as in eager PyTorch
+        "joint_graph_constant_folding": False,  # x * 0 is not 0 where x is not a number
         # Loops that share a buffer are tried for fusion with this many neighbours; all loops of an optimizer share one.
         "max_fusion_buffer_group_pairwise_attempts": 16,
         "cpp.vec_isa_ok": True,  # our own flags say what the machine has: no test programs have to be compiled
@@ -71,24 +76,61 @@ def settings(options: Options) -> dict[str, Any]:
     return chosen
 
 
-def generate(graph: Graph, options: Options, scratch: Path) -> str:
-    """C++ source of one program."""
+def surroundings() -> dict[str, str]:
+    """What the user may have set in torch that changes the code which Inductor writes. Part of the cache key, so it is to be
+    asked before generate(), which changes Inductor's configuration while it works."""
+    ignored = tuple(prefix for prefix in config._cache_config_ignore_prefix if "custom" not in prefix)
+    values = config.get_config_copy()
+    asked = [k for k in sorted(values) if ("custom" in k and "pass" in k) or not k.startswith(("_", *ignored))]
+    spelt = "\n".join(f"{k} = {_spelt(values[k])}" for k in asked)
+    return {
+        "inductor": hashlib.sha256(spelt.encode()).hexdigest(),
+        "deterministic": str(torch.are_deterministic_algorithms_enabled()),
+        "filled": str(torch.utils.deterministic.fill_uninitialized_memory),  # type: ignore[attr-defined]
+        "matmul precision": torch.get_float32_matmul_precision(),
+        "mkldnn": str(torch.backends.mkldnn.enabled),  # type: ignore[attr-defined]
+    }
+
+
+def _spelt(value: Any) -> str:
+    """A setting as text, the same in every process. Code of the user's (a graph pass, say) is known by its uuid(), which is
+    Inductor's own convention; without one it may do anything, and so it is never the same as before."""
+    if value is None or isinstance(value, (bool, int, float, str, bytes)):
+        return repr(value)
+    if isinstance(value, dict):
+        return "{" + ", ".join(sorted(f"{_spelt(k)}: {_spelt(v)}" for k, v in value.items())) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(_spelt, value)) + "]"
+    if isinstance(value, (set, frozenset)):
+        return "{" + ", ".join(sorted(map(_spelt, value))) + "}"
+    known = value.uuid() if hasattr(value, "uuid") and not isinstance(value, type) else None
+    return f"{type(value).__qualname__} {known!r}" if known is not None else os.urandom(16).hex()
+
+
+def generate(graph: Graph, options: Options, scratch: Path, called: Collection[str] = ()) -> str:
+    """C++ source of one program. Operators named in `called` go through torch's dispatcher; "*" stands for all of them."""
+    if "*" in called:
+        return program_of_calls(graph)
+    never = set(known(graph))
+    calls = [n for n in graph.nodes if n.op in called or n.name in never]
     mode = FakeTensorMode(static_shapes=True, shape_env=torch.fx.experimental.symbolic_shapes.ShapeEnv())
     lowerings.register()
+    inductor_fixes.apply()
     with torch.no_grad(), warnings.catch_warnings(), _inductor_cache(scratch):
         warnings.simplefilter("ignore")
         try:
-            files = _inductor(to_fx(graph, mode), mode, settings(options))
+            files = _inductor(to_fx(graph, mode, calls), mode, settings(options))
         except Exception as e:
-            raise _unsupported(graph, e) from e
+            raise _no_code(graph, e) from e
     wrapper = next(f for f in files if str(f).endswith(".cpp"))
-    return slim(Path(wrapper).read_text(), graph)
+    return slim(Path(wrapper).read_text(), graph, table_of_calls(calls) if calls else "")
 
 
 def _inductor(module: torch.fx.GraphModule, mode: FakeTensorMode, chosen: dict[str, Any]) -> Any:
     """Inductor's ahead-of-time output for a graph of its own operators: the names of the files that it wrote."""
     inputs = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
-    output = {"cpp_wrapper": True, "aot_inductor.output_path": code_hash(module.code)}
+    # Inductor notes in the metadata what it has made: in a dict of ours, or the user's configuration would change for good.
+    output = {"cpp_wrapper": True, "aot_inductor.output_path": code_hash(module.code), "aot_inductor.metadata": {}}
     with (
         config.patch(get_cpp_wrapper_config()),
         config.patch({**chosen, **output}),
@@ -100,28 +142,21 @@ def _inductor(module: torch.fx.GraphModule, mode: FakeTensorMode, chosen: dict[s
         return made.filename
 
 
-def _unsupported(graph: Graph, error: Exception) -> Exception:
-    """Inductor names the operator it cannot lower; we find the user's line that asked for it."""
+class NoCode(BugError):
+    """Inductor has no code for a program as it is. `operators`: those that it cannot do; none where it does not say which."""
+
+    def __init__(self, program: str, operators: Collection[str], why: str) -> None:
+        super().__init__("compile-inductor", f"program {program} could not be turned into C++: {why}",
+                         fix="compile with --device reference to go on, and report this")  # fmt: skip
+        self.program, self.operators = program, tuple(operators)
+
+
+def _no_code(graph: Graph, error: Exception) -> NoCode:
     text = str(error)
-    for node in graph.nodes:
-        if node.op in text and node.where:
-            return UserError(
-                "compile-operator",
-                f"the cpu device has no code for operator {node.op}",
-                places=[Place(node.where, node.source, text.splitlines()[0], "write it with other PyTorch operators")],
-            )
-    complex_values = [n for n in graph.nodes if n.where and any(t is not None and "complex" in t.dtype for t in n.types)]
-    if complex_values:
-        return UserError(
-            "compile-operator",
-            "the cpu device has no code for complex numbers",
-            places=[Place(n.where, n.source, f"{n.op} makes them", "write it with real numbers") for n in complex_values[:3]],
-            fix="use other operators, or compile for the device `reference` (--device, TILEWORK_DEVICE)",
-        )
-    return BugError(
-        "compile-inductor",
-        f"program {graph.name} could not be turned into C++: {type(error).__name__}: {text.splitlines()[0] if text else ''}",
-        fix="compile with --device reference to go on, and report this",
+    named = {n.op for n in graph.nodes if n.op in text and not n.op.startswith("tilework.")}
+    complex_values = {n.op for n in graph.nodes if any(t is not None and "complex" in t.dtype for t in n.types)}
+    return NoCode(
+        graph.name, named if not complex_values else (), f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"
     )
 
 
@@ -135,7 +170,7 @@ _OMIT = re.compile(
 )
 
 
-def slim(text: str, graph: Graph) -> str:
+def slim(text: str, graph: Graph, calls: str = "") -> str:
     """Cuts Inductor's wrapper.cpp down to `int tilework_run_<program>(AtenTensorHandle* buffers, char* error, size_t size)`.
     All names carry the program's, so that several programs can share a library."""
 
@@ -169,7 +204,8 @@ def slim(text: str, graph: Graph) -> str:
     kernels, checked = _careful(kernels)
     for name in checked:
         body = re.sub(rf"^( *{name}\(.*\);)$", r"\1\n    tilework::check();", body, flags=re.M)
-    body, num_temporaries, bytes_needed = plan_temporaries(body, declarations)
+    own = own_temporaries()
+    body, num_temporaries, bytes_needed = plan_temporaries(body, declarations, own)
     kernels = _hoisted(kernels, body)
     kernels = re.sub(r"num_threads\((\d+)\)", r"num_threads(std::min(\1, omp_get_max_threads()))", kernels)
     name = graph.name
@@ -181,7 +217,8 @@ namespace program_{name} {{
 using namespace torch::aot_inductor;
 {kernels}
 {declarations}
-static tilework::Workspace<{len(graph.buffers)}, {num_temporaries}> workspace;
+{calls}
+static tilework::{"Separate" if own else ""}Workspace<{len(graph.buffers)}, {num_temporaries}> workspace;
 static void run(AtenTensorHandle* buffers) {{
     workspace.prepare(buffers, {bytes_needed});
 {body}
@@ -247,13 +284,7 @@ def _hoisted(kernels: str, body: str) -> str:
     return "".join(parts)
 
 
-def _needs_dispatcher(body: str, graph: Graph) -> Exception:
-    """Operators without a plain C entry would need Python's dispatcher at run time."""
-    names = sorted(set(re.findall(r"torch\.ops\.([\w.]+)", body)) & {n.op for n in graph.nodes}) or ["unknown"]
-    nodes = [n for n in graph.nodes if n.op in names and n.where]
-    return UserError(
-        "compile-operator",
-        f"the cpu device has no native code for: {', '.join(names)}",
-        places=[Place(n.where, n.source, f"{n.op} has no native entry point", "use other PyTorch operators") for n in nodes],
-        fix="use other operators, or compile for the device `reference` (--device, TILEWORK_DEVICE)",
-    )
+def _needs_dispatcher(body: str, graph: Graph) -> NoCode:
+    """Operators without a plain C entry, for which Inductor would ask Python at run time."""
+    names = set(re.findall(r"torch\.ops\.([\w.]+)", body)) & {n.op for n in graph.nodes}
+    return NoCode(graph.name, names, "no native entry point")

@@ -26,11 +26,19 @@ struct Copy {       // between a session buffer and memory of the caller
   int64_t address;  // which of the call's addresses: the caller's memory, `bytes` a slice
   int64_t bytes;
   int32_t how;
-  int32_t dtype;    // for sums
+  int32_t dtype;    // for sums, and of a loss that is watched
 };
 
-enum How { kEvery = 0, kLast = 1, kSum = 2, kShared = 3 };  // a slice each; the last only; added up; the same slice each time
-enum Sums { kFloat = 0, kDouble = 1, kLong = 2 };
+// A slice each; the last only; added up; the same slice for all, taken once; the same, taken again for each micro-batch because a
+// program changes the buffer.
+enum How { kEvery = 0, kLast = 1, kSum = 2, kShared = 3, kAgain = 4 };
+enum Dtype { kFloat = 0, kDouble = 1, kLong = 2, kBfloat16 = 3, kHalf = 4 };
+
+struct Backup {     // a buffer, and memory to keep it in while a step runs
+  char* buffer;
+  char* memory;
+  int64_t bytes;
+};
 
 struct Random {     // seed of a micro-batch = splitmix64(base + counter); the counter lives in the session
   uint64_t base;
@@ -53,10 +61,17 @@ struct Call {
   int64_t num_zeroed;
   Random* random;             // null: keep the seed, as bwd must
   int64_t steps_done;         // on return: how many whole steps
-  const float* loss;          // the loss buffer to watch for values that are no numbers; null: none
+  const Copy* watched;        // losses: where one is not a number, the call ends, and its last step has changed nothing
+  int64_t num_watched;
+  const Backup* restored;     // what that step is undone with
+  int64_t num_restored;
   int64_t counts;             // whether its steps count as steps: not those of fwd or bwd alone
   const float* shown_loss;    // the loss that its programs compute, for the page; null: none
 };
+
+// runtime/devices/cpu.py has the same numbers, and refuses a driver with others. Count the first one up, here and there, where a
+// field or an enum changes its meaning.
+EXPORT const int64_t tilework_driver_layout[] = {1, sizeof(Program), sizeof(Copy), sizeof(Backup), sizeof(Random), sizeof(Call)};
 
 static int64_t next_seed(Random* r) {
   r->counter += 1;
@@ -85,6 +100,27 @@ static inline void give(const Copy& c, char* outside, int64_t at, bool last) {
   } else {
     add<int64_t>(c, outside);
   }
+}
+
+// By the bits, whatever the compiler takes floating-point numbers to be: above infinity, but for the sign.
+template <class Bits>
+static bool has_nan(const Copy& c, Bits infinity) {
+  for (int64_t i = 0; i < c.bytes; i += sizeof(Bits)) {
+    Bits value;
+    memcpy(&value, c.buffer + i, sizeof(Bits));
+    if ((Bits)(value << 1) > (Bits)(infinity << 1)) return true;
+  }
+  return false;
+}
+
+static bool is_nan(const Copy& c) {
+  switch (c.dtype) {
+    case kFloat: return has_nan<uint32_t>(c, 0x7F800000u);
+    case kDouble: return has_nan<uint64_t>(c, 0x7FF0000000000000ull);
+    case kBfloat16: return has_nan<uint16_t>(c, 0x7F80);
+    case kHalf: return has_nan<uint16_t>(c, 0x7C00);
+  }
+  return false;
 }
 
 // Threads keep to their cores. Without that the system may let two threads of a step share one core while another core
@@ -193,7 +229,17 @@ struct Metered {  // back to the state from before, however the call ends
   }
 };
 
-// 0: done. 1: a program failed, `error` says why. 2: the loss is not a number.
+// The step at fault, as if it had not begun. What it gave to the caller stays: the call fails.
+static int undo(Call* call, uint64_t drawn) {
+  for (int64_t i = 0; i < call->num_restored; ++i) {
+    const Backup& b = call->restored[i];
+    memcpy(b.buffer, b.memory, b.bytes);
+  }
+  if (call->random) call->random->counter = drawn;
+  return 2;
+}
+
+// 0: done. 1: a program failed, `error` says why. 2: a loss is not a number.
 EXPORT int tilework_call(Call* call, char** addresses, char* error, size_t size) {
   if (pinned) leave_worker_core();
   Metered metered;
@@ -201,6 +247,11 @@ EXPORT int tilework_call(Call* call, char** addresses, char* error, size_t size)
   int64_t at = 0;
   const int64_t total = call->num_steps * call->num_micro_batches;
   for (int64_t step = 0; step < call->num_steps; ++step) {
+    const uint64_t drawn = call->random ? call->random->counter : 0;
+    for (int64_t i = 0; i < call->num_restored; ++i) {
+      const Backup& b = call->restored[i];
+      memcpy(b.memory, b.buffer, b.bytes);
+    }
     for (int64_t i = 0; i < call->num_scheduled; ++i) {
       const Copy& c = call->scheduled[i];
       memcpy(c.buffer, addresses[c.address] + step * c.bytes, c.bytes);
@@ -211,7 +262,7 @@ EXPORT int tilework_call(Call* call, char** addresses, char* error, size_t size)
         const Copy& c = call->inputs[i];
         if (c.how == kEvery)
           memcpy(c.buffer, addresses[c.address] + at * c.bytes, c.bytes);
-        else if (at == 0)
+        else if (at == 0 || c.how == kAgain)
           memcpy(c.buffer, addresses[c.address], c.bytes);
       }
       if (call->random) *call->random->seed = next_seed(call->random);
@@ -221,7 +272,8 @@ EXPORT int tilework_call(Call* call, char** addresses, char* error, size_t size)
       metered.loss = call->shown_loss;
       for (int64_t i = 0; i < call->num_outputs; ++i)
         give(call->outputs[i], addresses[call->outputs[i].address], at, at + 1 == total);
-      if (call->loss && !(*call->loss == *call->loss)) return 2;
+      for (int64_t i = 0; i < call->num_watched; ++i)
+        if (is_nan(call->watched[i])) return undo(call, drawn);
     }
     if (call->update.run) {
       enter(kExec);

@@ -73,6 +73,21 @@ def register() -> None:
             pointers = [f"tilework::pointer({self.get_name()})", *map(_pointer, self.inputs)]
             wrapper.writeline(f"tilework::{self.function}({', '.join([*pointers, *self.constants])});")
 
+    class DispatcherCall(ir.ExternKernelOut):
+        """out = a result of an operator that is called through torch's dispatcher (compiler/calls.cpp)."""
+
+        def __init__(
+            self, call: str, inputs: Sequence[Any], shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+        ) -> None:
+            layout = FixedLayout(torch.device("cpu"), dtype, list(shape), list(stride))
+            super().__init__(layout, list(inputs), python_kernel_name="tilework.call")
+            self.call = call
+
+        def codegen(self, wrapper: Any) -> None:
+            given: Sequence[Any] = self.inputs if self.call.startswith("call_with") else ()
+            inputs = "".join(f", {x.codegen_reference()}" for x in given)
+            wrapper.writeline(f"tilework::{self.call}, {self.get_name()}{inputs});")
+
     class NativeUpdate(ir.ExternKernel):
         """function(target, inputs, constants), which changes the target."""
 
@@ -95,6 +110,13 @@ def register() -> None:
 
         def get_unbacked_symbol_defs(self) -> Any:
             return OrderedSet()
+
+    class Store(NativeUpdate):
+        """target = value, in a call of its own, which no loop is fused with."""
+
+        def codegen(self, wrapper: Any) -> None:
+            target, value = (x.codegen_reference() for x in self.inputs)  # type: ignore[union-attr]
+            wrapper.writeline(f"AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_copy_({target}, {value}, 0));")
 
     def _pointer(x: Any) -> str:
         storage, layout = as_storage_and_layout(x)
@@ -140,6 +162,31 @@ def register() -> None:
             return mixed.value
 
         return Pointwise.create(device=seed.get_device(), dtype=torch.int64, inner_fn=inner, ranges=shape)
+
+    @register_lowering(tilework.once.default, type_promotion_kind=None)
+    def once(x: Any) -> Any:
+        x.realize()
+        return x
+
+    @register_lowering(tilework.store.default, type_promotion_kind=None)
+    def store(target: Any, value: Any) -> None:
+        Store("store", target, [ExternKernel.realize_input(value)], [])
+
+    @register_lowering(tilework.kept.default, type_promotion_kind=None)
+    def kept(x: Any) -> Any:
+        copy = Pointwise.create(device=x.get_device(), dtype=x.get_dtype(), inner_fn=x.make_loader(), ranges=list(x.get_size()))
+        copy.realize()
+        return copy
+
+    @register_lowering(tilework.called.default, type_promotion_kind=None)
+    def called(inputs: Sequence[Any], index: int, output: int, *kind: Any) -> Any:
+        realized = [ExternKernel.realize_input(x) for x in inputs]
+        return TensorBox.create(DispatcherCall(f"call_with(calls(), {index}, {output}", realized, *kind))
+
+    @register_lowering(tilework.called_result.default, type_promotion_kind=None)
+    def called_result(first: Any, index: int, output: int, *kind: Any) -> Any:
+        after = [ExternKernel.realize_input(first)]  # made by the call: nothing is read of it, but it comes before
+        return TensorBox.create(DispatcherCall(f"result(calls(), {index}, {output}", after, *kind))
 
     @register_lowering(tilework.product.default, type_promotion_kind=None)
     def product(a: Any, b: Any) -> Any:

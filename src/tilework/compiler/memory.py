@@ -1,12 +1,14 @@
 """Where a program's temporaries lie: their lifetimes are read from the generated code, and places are planned once.
 
 Inductor's code allocates every temporary in every step and frees it as early as it can. Here each gets a place in one block
-of memory that the program keeps; two share a place if their lifetimes do not meet.
+of memory that the program keeps; two share a place if their lifetimes do not meet. With TILEWORK_OWN_TEMPORARIES=1 each is an
+allocation of its own instead, of exactly its size: AddressSanitizer then sees a kernel that leaves its temporary.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import re
 from dataclasses import dataclass
 
@@ -35,8 +37,14 @@ class Place:
     offset: int = 0
 
 
-def plan_temporaries(body: str, declarations: str) -> tuple[str, int, int]:
-    """The body with its allocations replaced, how many there were, and how many bytes they need together."""
+def own_temporaries() -> bool:
+    """Whether every temporary is to be an allocation of its own. Decided when code is generated; part of the cache key."""
+    return os.environ.get("TILEWORK_OWN_TEMPORARIES", "0") not in ("", "0")
+
+
+def plan_temporaries(body: str, declarations: str, own: bool = False) -> tuple[str, int, int]:
+    """The body with its allocations replaced, how many there were, and how many bytes they need together. `own`: each is
+    replaced by an allocation of its own, and together they need nothing."""
     arrays = {name: [int(v.strip().rstrip("L")) for v in values.split(",") if v.strip()]
               for name, values in _ARRAY.findall(declarations + body)}  # fmt: skip
     found = []
@@ -46,17 +54,19 @@ def plan_temporaries(body: str, declarations: str) -> tuple[str, int, int]:
         if known and dtype in _BYTES and f"{name}.release()" not in body:
             found.append((match, _size(arrays.get(shape, []), arrays.get(stride, []), int(dims), _BYTES[dtype])))
     ends = _last_uses(body, [match.group(1) for match, _ in found])
-    places = [Place(m.group(1), size, m.start(), ends[m.group(1)]) for m, size in found]
-    total = _arrange(places)
-    offsets = {p.name: (i, p.offset) for i, p in enumerate(places)}
+    places = [Place(m.group(1), _lines(size), m.start(), ends[m.group(1)]) for m, size in found]
+    total = 0 if own else _arrange(places)
+    numbers = [size for _, size in found] if own else [p.offset for p in places]
+    known_as = {p.name: (i, number) for i, (p, number) in enumerate(zip(places, numbers, strict=True))}
+    method = "own_temporary" if own else "temporary"
 
     def replacement(match: re.Match[str]) -> str:
         name, dims, shape, stride, dtype = match.groups()
-        if name not in offsets:
+        if name not in known_as:
             return match.group(0)
-        index, offset = offsets[name]
-        at = f"{index}, {offset}, {dims}, {shape}, {stride}, cached_torch_dtype_{dtype}"
-        return f"    tilework::Temporary {name} = workspace.temporary({at});"
+        index, number = known_as[name]
+        at = f"{index}, {number}, {dims}, {shape}, {stride}, cached_torch_dtype_{dtype}"
+        return f"    tilework::Temporary {name} = workspace.{method}({at});"
 
     return _ALLOCATION.sub(replacement, body), len(places), total
 
@@ -64,9 +74,13 @@ def plan_temporaries(body: str, declarations: str) -> tuple[str, int, int]:
 def _size(shape: list[int], stride: list[int], dims: int, bytes_each: int) -> int:
     shape, stride = shape[:dims], stride[:dims]
     if 0 in shape:
-        return _LINE
-    extent = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
-    return math.ceil(extent * bytes_each / _LINE) * _LINE
+        return 0
+    return bytes_each * (1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)))
+
+
+def _lines(size: int) -> int:
+    """Bytes of whole cache lines, at least one."""
+    return max(1, math.ceil(size / _LINE)) * _LINE
 
 
 def _links(body: str) -> list[tuple[str, set[str]]]:

@@ -7,7 +7,7 @@ there (aot_export) traces the whole program twice more, a quarter of the time th
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,15 +17,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from ..artifact.graph import DTYPES, Graph, Ref, TensorType
+from ..artifact.graph import DTYPES, Graph, Node, Ref, TensorType
+from ..errors import BugError
 
 aten = torch.ops.aten
 _UPDATE = "tilework.updated_by_product.default"
 
 
-def to_fx(graph: Graph, mode: FakeTensorMode) -> torch.fx.GraphModule:
-    """One placeholder a buffer, results stored with copy_, no outputs. Inductor stores in place."""
-    return _Translation(graph, mode).run()
+def to_fx(graph: Graph, mode: FakeTensorMode, called: Sequence[Node] = ()) -> torch.fx.GraphModule:
+    """One placeholder a buffer, results stored with copy_, no outputs. Inductor stores in place. The nodes `called` become calls
+    through torch's dispatcher, by their number."""
+    return _Translation(graph, mode, {n.name: i for i, n in enumerate(called)}).run()
 
 
 def operator_named(name: str) -> Any:
@@ -36,8 +38,8 @@ def operator_named(name: str) -> Any:
 
 
 class _Translation:
-    def __init__(self, graph: Graph, mode: FakeTensorMode) -> None:
-        self.graph, self.mode = graph, mode
+    def __init__(self, graph: Graph, mode: FakeTensorMode, called: dict[str, int]) -> None:
+        self.graph, self.mode, self.called = graph, mode, called
         self.simpler = select_decomp_table()
         self.fx = torch.fx.Graph()
         self.env: dict[str, Any] = {}  # name -> fx node, or several of them for an operator with several results
@@ -53,6 +55,8 @@ class _Translation:
             args, kwargs = self._value(node.args), self._value(node.kwargs)
             if node.op == _UPDATE:
                 self.updates[node.name] = args  # made in place, when its weight is written
+            elif node.name in self.called:
+                self.env[node.name] = self._call(node, self.called[node.name])
             elif op in self.simpler:
                 self.env[node.name] = self._inline(op, args, kwargs)
             elif op is operator.getitem and isinstance(args[0], (list, tuple)):
@@ -62,19 +66,54 @@ class _Translation:
                 fakes = tuple(self._fake(t) if t else None for t in node.types)
                 several = op is not operator.getitem and len(op._schema.returns) > 1
                 made.meta["val"] = fakes if several else fakes[0]
-        results = dict(self.graph.writes)
-        for buffer in self.graph.buffers:  # their order: copies of a buffer's old value before it gets its new one
-            if results.get(buffer) in self.updates:
-                self.fx.call_function(torch.ops.tilework.update_by_product.default, self.updates[results[buffer]])
-            elif buffer in results:
-                stored = self.fx.call_function(aten.copy_.default, (self.env[buffer], self.env[results[buffer]]))
-                stored.meta["val"] = self.env[buffer].meta["val"]
+        self._store()
         self.fx.output(())
         for made in self.fx.nodes:
             if made.op == "call_function":
                 made.meta["original_aten"] = made.target  # Inductor names its loops by these
         self.fx.eliminate_dead_code()
-        return torch.fx.GraphModule({}, fx_graph_cse(self.fx))
+        graph = fx_graph_cse(self.fx)
+        kept = {f"arg{i}_1" for i, b in enumerate(self.graph.buffers) if b.startswith("saved/")}
+        _compute_once(graph, kept)
+        verify_order(graph, self.graph.name)
+        return torch.fx.GraphModule({}, graph)
+
+    def _store(self) -> None:
+        """Results go to their buffers. One that is a view of a buffer which changes as well is copied before anything changes."""
+        results: dict[str, Any] = {buffer: self.env.get(value) for buffer, value in self.graph.writes}
+        changing = {self.env[buffer] for buffer in results}
+        for buffer, value in results.items():
+            if value is not None and base_of(value) in changing - {self.env[buffer]}:
+                results[buffer] = self.fx.call_function(torch.ops.tilework.kept.default, (value,))
+                results[buffer].meta["val"] = value.meta["val"]
+        for buffer, made in self.graph.writes:
+            if made in self.updates:
+                self.fx.call_function(torch.ops.tilework.update_by_product.default, self.updates[made])
+            elif _reads_elsewhere(results[buffer], self.env[buffer]):
+                self.fx.call_function(torch.ops.tilework.store.default, (self.env[buffer], results[buffer]))
+            else:
+                stored = self.fx.call_function(aten.copy_.default, (self.env[buffer], results[buffer]))
+                stored.meta["val"] = self.env[buffer].meta["val"]
+
+    def _call(self, node: Node, index: int) -> Any:
+        """The first result comes from the call itself, others are asked for after it."""
+        ops = torch.ops.tilework
+        results: list[torch.fx.Node | None] = []
+        first: torch.fx.Node | None = None
+        for i, kind in enumerate(node.types):
+            if kind is None:
+                results.append(None)
+                continue
+            rest = (index, i, kind.shape, kind.stride, DTYPES[kind.dtype])
+            if first is None:
+                made = first = self.fx.call_function(
+                    ops.called.default, ([self.env[r] for r in dict.fromkeys(node.refs())], *rest)
+                )
+            else:
+                made = self.fx.call_function(ops.called_result.default, (first, *rest))
+            made.meta["val"] = self._fake(kind)
+            results.append(made)
+        return results if len(results) > 1 else results[0]
 
     def _fake(self, kind: TensorType) -> torch.Tensor:
         with self.mode:
@@ -118,6 +157,94 @@ class _Translation:
             else:
                 copies[node] = self.fx.node_copy(node, lambda n: copies[n])
         raise AssertionError("a graph ends with its output")
+
+
+_MAY_SHARE = {"_unsafe_view", "clone", "_to_copy", "convert_element_type", "copy", "getitem"}  # beside what the schema says
+
+
+def base_of(node: torch.fx.Node) -> torch.fx.Node:
+    """The node whose memory `node` is, or may be, a view of: itself for a result of its own."""
+    while node.op == "call_function" and node.args and isinstance(node.args[0], torch.fx.Node):
+        schema = getattr(node.target, "_schema", None)
+        shares = schema is not None and any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+        if not shares and getattr(node.target, "__name__", "").split(".")[0] not in _MAY_SHARE:
+            break
+        node = node.args[0]
+    return node
+
+
+# Results that are complete before anything reads them: whole reductions, library calls, sums by index.
+_COMPLETE = {"mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backward", "sum", "mean", "amax", "amin", "var",
+             "var_mean", "prod", "any", "all", "argmax", "argmin", "index_put", "_unsafe_index_put", "_unsafe_masked_index_put_accumulate",
+             "scatter_add", "scatter_reduce", "sort", "topk", "native_layer_norm", "native_group_norm"}  # fmt: skip
+_SAME_PLACES = {"once", "kept", "clone", "_to_copy", "convert_element_type", "alias", "detach"}
+
+
+def _reads_elsewhere(value: torch.fx.Node, target: torch.fx.Node) -> bool:
+    """Whether a loop that computes an element of `value` may read other elements of `target` than that one: then it must not
+    store into `target` as it goes, which Inductor would let it (reports 198270, 198033, 197829)."""
+    todo, seen = [(value, False)], set()
+    while todo:
+        node, elsewhere = todo.pop()
+        if node is target and elsewhere:
+            return True
+        if (node, elsewhere) in seen or node.op != "call_function":
+            continue
+        seen.add((node, elsewhere))
+        name = getattr(node.target, "__name__", "").split(".")[0]
+        namespace = getattr(node.target, "namespace", "")
+        if name in _COMPLETE or (namespace == "tilework" and name not in _SAME_PLACES):
+            continue
+        by_element = name in _SAME_PLACES or torch.Tag.pointwise in getattr(node.target, "tags", ())
+        for arg in node.all_input_nodes:
+            same = by_element and _shape(arg) == _shape(node)
+            todo.append((arg, elsewhere or not same))
+    return False
+
+
+def _shape(node: torch.fx.Node) -> tuple[int, ...] | None:
+    value = node.meta.get("val")
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else None
+
+
+_COMPARISONS = {getattr(aten, name).Tensor for name in ("eq", "ne", "lt", "le", "gt", "ge")}
+
+
+def _compute_once(graph: torch.fx.Graph, kept: Collection[str]) -> None:
+    """What is compared with another computed value (the gradient of a maximum asks which element it was) is computed once.
+    Inductor repeats cheap formulas in every loop that uses them, and loops with and without vectors round them differently. So
+    is what goes to the buffers `kept` for another program, which may compare it there."""
+    found: dict[torch.fx.Node, None] = {}
+    for node in graph.nodes:
+        if node.target is aten.copy_.default and node.args[0].name in kept and node.meta["val"].is_floating_point():
+            found[base_of(node.args[1])] = None
+        if node.target in _COMPARISONS and all(isinstance(a, torch.fx.Node) for a in node.args[:2]):
+            found |= dict.fromkeys(base_of(a) for a in node.args[:2] if a.meta["val"].is_floating_point())
+    for base in found:
+        if base.op == "call_function" and isinstance(base.meta.get("val"), torch.Tensor):
+            with graph.inserting_after(base):
+                once = graph.call_function(torch.ops.tilework.once.default, (base,))
+            once.meta.update(base.meta)
+            once.meta["original_aten"] = once.target
+            base.replace_all_uses_with(once, delete_user_cb=lambda user, once=once: user is not once)  # type: ignore[misc]
+
+
+def verify_order(graph: torch.fx.Graph, name: str) -> None:
+    """BugError where a buffer is read after it was written: all reads must see the values from before."""
+    written: set[torch.fx.Node] = set()
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        schema = getattr(node.target, "_schema", None)
+        changes = schema is not None and schema.is_mutable
+        for i, arg in enumerate(node.all_input_nodes):
+            if base_of(arg) in written and not (changes and i == 0 and arg.op == "placeholder"):
+                raise BugError("verify-order", f"program {name}: {node.format_node()} reads a buffer that was written before")
+        if changes:
+            target = base_of(node.args[0])
+            if target in written:
+                raise BugError("verify-order", f"program {name}: a buffer is written twice: {node.format_node()}")
+            written.add(target)
 
 
 def _kind(value: Any) -> Any:

@@ -7,15 +7,17 @@ import hashlib
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import threading
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 
 import torch
 
-from ..errors import BugError, MachineError
+from ..artifact.fingerprint import machine_features
+from ..errors import BugError, MachineError, UserError
 from ..plan.options import Options
 
 _TORCH = Path(torch.__file__).parent
@@ -44,7 +46,7 @@ _FLAGS = [
 # What each level promises, in /proc/cpuinfo's names (x86-64 psABI).
 _V3 = ["avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"]
 _V4 = [*_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"]
-LEVELS = {"baseline": [], "x86-64-v3": _V3, "x86-64-v4": _V4}
+_LEVELS = {"baseline": [], "x86-64-v3": _V3, "x86-64-v4": _V4}
 # fmt: off
 _NATIVE = [
     *_V4, "avx512vbmi", "avx512_vbmi2", "avx512_vnni", "avx512_bitalg", "avx512_vpopcntdq", "avx512_bf16", "avx512_fp16",
@@ -52,23 +54,37 @@ _NATIVE = [
     "sse4a",
 ]
 # fmt: on
+_NO_INSTRUCTIONS = {"evtstrm", "cpuid"}  # aarch64 lists them among its features; no code can depend on them
 
 
 @functools.cache
 def cpu_features() -> frozenset[str]:
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return frozenset()
-    flags = re.search(r"^flags\s*:\s*(.*)$", text, re.M)
-    return frozenset(flags.group(1).split()) if flags else frozenset()
+    return frozenset(machine_features())
 
 
 def needed_features(options: Options) -> list[str]:
     """Instruction-set extensions that code compiled with these options may use."""
-    if options.isa != "native":
-        return LEVELS[options.isa]
-    return [f for f in _NATIVE if f in cpu_features()]
+    return features_of(options.isa, platform.machine(), cpu_features())
+
+
+def features_of(isa: str, architecture: str, has: Set[str]) -> list[str]:
+    """Of what a machine has, what code for this instruction set may use."""
+    if isa != "native":
+        return _LEVELS[isa]
+    if architecture == "x86_64":
+        return [f for f in _NATIVE if f in has]
+    # -march=native may use all that an aarch64 machine has; elsewhere it is not asked for (see march)
+    return sorted(has - _NO_INSTRUCTIONS) if architecture == "aarch64" else []
+
+
+def march(isa: str, architecture: str) -> list[str]:
+    """The compiler's flag for an instruction set, of those that plan/options.py knows on this architecture. On one whose
+    features we cannot read it is the compiler's default, which every machine of the kind has."""
+    if architecture == "x86_64":
+        return [f"-march={'x86-64' if isa == 'baseline' else isa}"]
+    if architecture == "aarch64":
+        return [f"-march={'armv8-a' if isa == 'baseline' else isa}"]
+    return []
 
 
 @functools.cache
@@ -91,14 +107,21 @@ def compiler_version() -> str:
     return subprocess.run([compiler(), "--version"], capture_output=True, text=True).stdout.splitlines()[0]
 
 
+def extra_flags() -> list[str]:
+    """TILEWORK_CXXFLAGS: flags of the user's, last in every compile and link. Meant for sanitizers."""
+    text = os.environ.get("TILEWORK_CXXFLAGS", "")
+    try:
+        return shlex.split(text)
+    except ValueError as e:
+        raise UserError("options", f"TILEWORK_CXXFLAGS cannot be read: {e}", found=text[:200],
+                        expected="flags as in a shell: -fsanitize=address -g") from e  # fmt: skip
+
+
 def flags(options: Options) -> list[str]:
-    march = {"native": "-march=native", "baseline": "-march=x86-64"}.get(options.isa, f"-march={options.isa}")
     features = set(needed_features(options))
     capability = "AVX512" if "avx512f" in features else "AVX2" if "avx2" in features else "DEFAULT"
-    if platform.machine() != "x86_64":
-        march, capability = "-march=native", "DEFAULT"
-    return [*_FLAGS, f"-O{options.opt_level}", march, f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}",
-            *(f"-I{i}" for i in INCLUDES)]  # fmt: skip
+    return [*_FLAGS, f"-O{options.opt_level}", *march(options.isa, platform.machine()), f"-DCPU_CAPABILITY={capability}",
+            f"-DCPU_CAPABILITY_{capability}", *(f"-I{i}" for i in INCLUDES), *extra_flags()]  # fmt: skip
 
 
 def run(command: Sequence[str], what: str) -> None:
@@ -115,17 +138,19 @@ def run(command: Sequence[str], what: str) -> None:
         raise MachineError("compiler-failed", f"{what}: the compiler was ended by signal {-done.returncode}",
                            fix="check memory; a smaller model or --opt-level 1 needs less")  # fmt: skip
     first = next((line for line in text.splitlines() if "error" in line), text[:300])
-    raise BugError("compile-native", f"{what}: the generated code was refused by the compiler", found=first[:500])
+    raise BugError("compile-native", f"{what}: the generated code was refused by the compiler", found=first[:500],
+                   fix="try without TILEWORK_CXXFLAGS" if extra_flags() else "")  # fmt: skip
 
 
 KERNELS = Path(__file__).parent / "kernels"
+CALLS = Path(__file__).parent / "calls.cpp"
 
 
 @functools.cache
 def header_text() -> str:
     """What every program includes: torch's C interface and our kernels, in one piece."""
     ours = [re.sub(r'^#(pragma once|include ").*\n', "", (KERNELS / f"{name}.h").read_text(), flags=re.M)
-            for name in ("vectors", "workspace", "products", "convolutions", "pooling")]  # fmt: skip
+            for name in ("vectors", "workspace", "products", "convolutions", "pooling", "calls")]  # fmt: skip
     return "\n".join(
         [
             "#pragma once",
@@ -177,6 +202,24 @@ def empty_libraries(folder: Path) -> list[str]:
     return made
 
 
+def calls_object(options: Options, folder: Path) -> Path:
+    """calls.cpp, compiled once a set of flags (some seconds): linked to programs that call operators through the dispatcher."""
+    plain = [
+        f
+        for f in flags(options)
+        if not f.startswith(("-DTORCH_INDUCTOR", "-DSTANDALONE", "-DC10_", "-DCPU_CAPABILITY", "-O", "-march"))
+    ]
+    plain += ["-O2", f"-I{CALLS.parent}"]
+    key = hashlib.sha256("\n".join([*plain, compiler_version(), torch.__version__, CALLS.read_text()]).encode()).hexdigest()
+    path = folder / f"calls-{key[:16]}.o"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        part = folder / f".{os.getpid()}-{threading.get_ident()}-{path.name}"
+        run([compiler(), *plain, "-c", str(CALLS), "-o", str(part)], "calls")
+        part.replace(path)
+    return path
+
+
 def shared_library(source: str, options: Options, scratch: Path, name: str, header: Path | None, folder: Path) -> bytes:
     """Compile one source file and link it against torch's C interface. OpenMP comes from torch's own copy. `folder` keeps
     what every library needs."""
@@ -185,7 +228,10 @@ def shared_library(source: str, options: Options, scratch: Path, name: str, head
     include = ["-include", str(header)] if header else []
     run([compiler(), *flags(options), *include, "-c", str(cpp), "-o", str(obj)], f"program {name}")
     needed = ["-Wl,--no-as-needed", *empty_libraries(folder)]
-    run([compiler(), "-shared", "-o", str(so), str(obj), *needed, "-Wl,-s"], f"program {name}")
+    if "tilework::open_calls" in source:
+        needed.insert(0, str(calls_object(options, folder)))
+    extra = extra_flags() or ["-Wl,-s"]  # names are stripped, unless somebody wants to look inside
+    run([compiler(), "-shared", "-o", str(so), str(obj), *needed, *extra], f"program {name}")
     return so.read_bytes()
 
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import platform
 from dataclasses import dataclass
 from typing import Literal
 
 from ..errors import UserError, did_you_mean
 
 DEVICES = ("cpu", "reference", "null")
-PASSES = ("fuse", "small_convolutions", "products", "updates", "channels_last")
+PASSES = ("fuse", "join", "small_convolutions", "products", "updates", "channels_last")
+
+
+def known_isas(architecture: str) -> tuple[str, ...]:
+    """Instruction sets that code can be compiled for on a machine of this architecture."""
+    return ("native", "x86-64-v3", "x86-64-v4", "baseline") if architecture == "x86_64" else ("native", "baseline")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +33,9 @@ class Options:
             problems.append(f"device: found {self.device!r}; {did_you_mean(self.device, DEVICES)}")
         if self.programs not in ("all", "fused", "sections"):
             problems.append(f"programs: found {self.programs!r}; known: all, fused, sections")
-        if self.isa not in ("native", "x86-64-v3", "x86-64-v4", "baseline"):
-            problems.append(f"isa: found {self.isa!r}; known: native, x86-64-v3, x86-64-v4, baseline")
+        here = platform.machine()
+        if self.isa not in known_isas(here):
+            problems.append(f"isa: found {self.isa!r}; known on {here}: {', '.join(known_isas(here))}")
         if self.opt_level not in (0, 1, 2, 3):
             problems.append(f"opt_level: found {self.opt_level}, expected 0 to 3")
         problems += [f"disable: no pass {p!r}; {did_you_mean(p, PASSES)}" for p in self.disable if p not in PASSES]

@@ -5,7 +5,7 @@ A pure function. A Plan can be printed before anything is built.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..artifact.graph import Graph, TensorType
 from ..capture.capture import StepGraph
@@ -27,6 +27,8 @@ class Plan:
     sections: dict[str, tuple[str, ...]]  # program -> the sections it carries out
     buffers: dict[str, TensorType]  # every buffer that a session allocates
     costs: dict[str, Cost]
+    # program -> operators that have no generated code there but are called through torch's dispatcher; "*": all of them
+    called: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def memory(self) -> dict[str, int]:
@@ -63,8 +65,9 @@ def plan(step: StepGraph, options: Options) -> Plan:
 
     fuse = "fuse" not in options.disable and options.programs != "sections"
     micro = step.num_micro_batches
+    split = micro > 1 or ("join" in options.disable and "opt" in sections)  # the update is a program of its own
     if "joint" in sections and (fuse or micro > 1):
-        if micro > 1:
+        if split:
             add("accumulate", accumulate(sections["joint"], micro, step.accumulate), "fwd", "bwd")
         elif "opt" in sections:
 
@@ -78,7 +81,7 @@ def plan(step: StepGraph, options: Options) -> Plan:
         for name in ("fwd", "bwd"):
             if name in sections:
                 add(name, sections[name], name)
-    if "opt" in sections and ("bwd" in programs or micro > 1):
+    if "opt" in sections and ("bwd" in programs or "accumulate" in programs):
         add("opt", sections["opt"], "opt")
     add("infer", sections["infer"], "infer")
     if micro > 1 and not step.losses:

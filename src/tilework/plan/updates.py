@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..artifact.graph import Graph, Node, Ref, name_of
+from .aliases import shares_with
 
 
 def updates(graph: Graph) -> Graph:
@@ -54,6 +55,9 @@ def _update(made: dict[str, Node], uses: dict[str, int], graph: Graph, buffer: s
         gradient, turned = name_of(node.args[0]), not turned
     found = of(gradient, "tilework.product.default")
     if found is None or turned or found.types[0] != kind or 1 in (*kind.shape, _inner(found, made, graph)):
+        return None
+    # The weight changes while others wait for their turn: an operand must not be memory that this step changes.
+    if any(shares_with(name_of(operand), made) & graph.written for operand in found.args):
         return None
     return replace(new, op="tilework.updated_by_product.default", args=(Ref(buffer), *found.args, Ref(lr), decay))
 

@@ -12,11 +12,12 @@ import builtins
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from .. import hosts
 from ..artifact.fingerprint import require
 from ..artifact.graph import DTYPES
 from ..artifact.reader import Artifact, read_artifact
@@ -24,10 +25,13 @@ from ..artifact.structure import unflatten
 from ..errors import MachineError, UserError, did_you_mean
 from ..tiles.page import ALOAD, CHKPT, PLOAD, QUIESCE
 from . import checkpoint, sync
+from .advice import advise
 from .arguments import InputPlan, joined
-from .devices import Bound, Call, Metered, NotANumber, open_device
+from .devices import Bound, Call, Metered, NotANumber, Taken, open_device
+from .hyper import part_of, resolve
 from .leasing import Footing
 from .loader import Chunk
+from .memory import free_memory
 from .results import OutputPlan, Result
 
 SECTIONS = ("fwd", "bwd", "reduce", "opt")
@@ -41,6 +45,7 @@ class Session:
         artifact: Artifact,
         *,
         device: str | None = None,
+        weights: str | Path | Literal[False] | None = None,
         num_threads: int | None = None,
         seed: int = 0,
         nan_error: bool = False,
@@ -63,24 +68,26 @@ class Session:
         self._metered_natively = bool(meter is not None and meter(self.page))
         self.seed(seed)
         self._sections_in_order = self._find_sections()
-        self._fused = next((p for p in ("step", "accumulate") if p in self.manifest.programs), None)
+        self.fused = next((p for p in ("step", "accumulate") if p in self.manifest.programs), None)
         self._has_weights = not self.manifest.parameters
         self._ran_forward = False
         self._kept_gradients = False
         self._followed: list[torch.optim.Optimizer] = []
+        self._sets_hyper = self._advised = False
         self._prepared: dict[Any, tuple[InputPlan, Bound, OutputPlan]] = {}
         self._sections_bound: dict[str, Bound] = {}
         self._keeps_gradients: dict[str, bool] = {}
         # Buffers and the slot of the page are the session's own: one call at a time, whichever thread it comes from.
         self._lock = threading.RLock()
         self._set_defaults()
+        self._first_weights(weights)
 
     # ---- set-up ----
 
     def _allocate(self) -> dict[str, Tensor]:
         entries = {name: entry.type() for name, entry in self.manifest.buffers.items()}
         total = sum(kind.extent * DTYPES[kind.dtype].itemsize for kind in entries.values())
-        free = _free_memory()
+        free = free_memory()
         if free is not None and total > free:
             raise MachineError("memory", f"{self.artifact.path}: the session's buffers do not fit into memory",
                             found=f"{total / 1e9:.1f} GB needed, {free / 1e9:.1f} GB free",
@@ -96,12 +103,17 @@ class Session:
             if f"hyper/{name}" in self.buffers:
                 self.buffers[f"hyper/{name}"].fill_(value)
         self._default_out_grads()
-        if self.artifact.weights is not None:
+
+    def _first_weights(self, given: str | Path | Literal[False] | None) -> None:
+        if given is False:
+            return
+        if given is not None:
+            self.load(given)
+        elif self.artifact.weights is not None:
             self.load_tensors(self.artifact.weights)
-        elif self.manifest.weights.where == "separate":
-            beside = self.artifact.path.parent / str(self.manifest.weights.file)
-            if beside.exists():
-                self.load(beside)
+        elif (beside := self.artifact.weights_beside) is not None:
+            checkpoint.require_digest(beside, self.manifest.weights.sha256, self.artifact.path)
+            self.load(beside)
 
     def _default_out_grads(self) -> None:
         """Backward starts from ones at the losses and zeros elsewhere; without a loss, the host must say."""
@@ -110,12 +122,13 @@ class Session:
             if buffer is not None:
                 buffer.fill_(1.0 if output.name in self.manifest.losses else 0.0)
 
-    def seed(self, seed: int, counter: int = 0) -> None:
-        """Start the random numbers of dropout and its kin again, from this seed; seed(*random_state()) goes on from there."""
-        self._device.seed(seed, counter)
+    def seed(self, seed: int, counter: int = 0, inferred: int = 0) -> None:
+        """Start the random numbers of dropout and its kin again, from this seed; seed(*random_state()) goes on from there.
+        infer() draws from a stream of its own, so that it changes nothing about training."""
+        self._device.seed(seed, counter, inferred)
 
-    def random_state(self) -> tuple[int, int]:
-        """(seed, micro-batches drawn since)."""
+    def random_state(self) -> tuple[int, int, int]:
+        """(seed, micro-batches drawn since, batches that infer() drew since)."""
         return self._device.random_state()
 
     # ---- hyperparameters ----
@@ -128,34 +141,13 @@ class Session:
 
     def set(self, values: Mapping[str, float] | None = None, /, **named: float) -> None:
         """Change hyperparameters, from the next step on. A bare name (lr, momentum, p) sets it in every group or site."""
-        for full, value in self._resolve({**(values or {}), **named}, None).items():
+        self._set({**(values or {}), **named})
+        self._sets_hyper = True
+
+    def _set(self, values: Mapping[str, float]) -> None:
+        for full, value in resolve(self.manifest, values, None).items():
             if f"hyper/{full}" in self.buffers:
                 self.buffers[f"hyper/{full}"].fill_(value)
-
-    def _resolve(self, values: Mapping[str, Any], num_steps: int | None) -> dict[str, Any]:
-        """Values by full name, checked: numbers, or for schedules (where `num_steps` is given) a value for each step."""
-        wrong, found = [], {}
-        for name, value in values.items():
-            if num_steps is not None:
-                value = torch.as_tensor(value, dtype=torch.float64).detach().reshape(-1)
-                if len(value) != num_steps:
-                    wrong.append(f"{name}: found {len(value)} values, expected one for each of {num_steps} steps")
-                    continue
-            elif not isinstance(value, (int, float)) or isinstance(value, bool):
-                wrong.append(f"{name}: found {value!r}, expected a number")
-                continue
-            known = [k for k in self.manifest.hyperparameters if k == name or k.split("#")[0].rsplit(".", 1)[-1] == name]
-            if not known:
-                wrong.append(f"{name}: {did_you_mean(name, {*self.manifest.hyperparameters, *self._bare_names()})}")
-            for full in known:
-                found[full] = float(value) if num_steps is None else value
-        if wrong:
-            hint = "compile with keep_momentum=True to leave room for it" if "momentum" in values else ""
-            raise UserError("hyper-unknown", "these hyperparameters cannot be set:\n    " + "\n    ".join(wrong), fix=hint)
-        return found
-
-    def _bare_names(self) -> builtins.set[str]:
-        return {k.split("#")[0].rsplit(".", 1)[-1] for k in self.manifest.hyperparameters}
 
     def follow(self, *optimizers: torch.optim.Optimizer) -> None:
         """Take hyperparameters from these host optimizers before each call: torch's LR schedulers then work as they are."""
@@ -207,24 +199,28 @@ class Session:
         if not isinstance(num_steps, int) or num_steps < 1:
             raise UserError("run-loop", "num_steps", found=repr(num_steps), expected="a whole number, 1 or more")
         if self._followed:
-            self.set(sync.hyper_of(self.manifest, self._followed))
+            self._set(sync.hyper_of(self.manifest, self._followed))
         single = {k: v for k, v in hyper.items() if isinstance(v, (int, float)) or not hasattr(v, "__len__")}
-        many = self._resolve({k: v for k, v in hyper.items() if k not in single}, num_steps)
-        self.set(single)
+        many = resolve(self.manifest, {k: v for k, v in hyper.items() if k not in single}, num_steps)
+        self._set(single)
+        self._sets_hyper = self._sets_hyper or bool(hyper)
         schedule = {f"hyper/{k}": v for k, v in many.items() if f"hyper/{k}" in self.buffers}
-        fused = self._fused is not None and out_grads is None and (not keep_gradients or self._fused == "accumulate")
+        fused = self.fused is not None and out_grads is None and (not keep_gradients or self.fused == "accumulate")
         wanted: builtins.set[str] = set()
         if not (sections is None and fused and self.manifest.losses):
             wanted = self._sections(sections)
         if fused and (not wanted or wanted == set(self.training_sections) - {"reduce"}):
-            assert self._fused is not None
-            prepared = self._prepare(self._fused, num_steps, outputs, tuple(schedule))
+            assert self.fused is not None
+            self._advise()
+            prepared = self._prepare(self.fused, num_steps, outputs, tuple(schedule))
             if not schedule and isinstance(outputs, str):
                 self._prepared[num_steps, outputs] = prepared
             return self._run_fused(prepared, inputs, num_steps, tuple(schedule.values()))
         if num_steps != 1 or schedule:
             raise UserError("run-loop", "several steps in one call need the fused step",
                             fix="run without sections=, out_grads= and keep_gradients=")  # fmt: skip
+        if "opt" in wanted:
+            self._advise()
         if out_grads is not None:
             with self.page.during(ALOAD):
                 self._set_out_grads(out_grads)
@@ -240,6 +236,12 @@ class Session:
             self._run_opt()
         return result
 
+    def _advise(self) -> None:
+        """Once, before the first call that trains: what the host has changed since the compile."""
+        if not self._advised:
+            self._advised = True
+            advise(self.artifact, self._followed, self._sets_hyper, stacklevel=4)  # advice for who called run()
+
     def loop(
         self, loader: Iterable[Chunk], *, hyper: Mapping[str, Any] | None = None, outputs: str | Mapping[str, str] = "all"
     ) -> Iterator[Result]:
@@ -250,12 +252,13 @@ class Session:
         chunks = getattr(loader, "chunks", None)
         done = 0
         for chunk in chunks(self.manifest.batch_dim) if chunks is not None else loader:
-            now = {k: _steps(k, v, done, chunk.num_steps) for k, v in (hyper or {}).items()}
+            now = {k: part_of(k, v, done, chunk.num_steps) for k, v in (hyper or {}).items()}
             yield self.run(*chunk.inputs, num_steps=chunk.num_steps, hyper=now or None, outputs=outputs)
             done += chunk.num_steps
 
     def infer(self, *inputs: Any, num_batches: int = 1) -> Any:
-        """The model in eval mode: its outputs, nothing changed. Works from any artifact.
+        """The model in eval mode: its outputs, nothing changed. Works from any artifact. Random numbers that the model draws in
+        eval mode too are new in each call.
 
         num_batches   this many batches, side by side, in one native call; so are the outputs, scalars one a batch.
         """
@@ -310,21 +313,25 @@ class Session:
         plan = InputPlan(expected, m.input_structure, count, m.batch_dim, self.page)
         outputs = OutputPlan(m, wanted, num_steps, count)
         writes = m.programs[program].writes
+        update = "opt" if accumulates and "opt" in m.programs else None
+        watched = [f"output/{n}" for n in m.losses if f"output/{n}" in writes] if self.nan_error and not infer else []
+        changed = {*writes, *(m.programs[update].writes if update else ())} if watched else set()
         call = Call(
             micro=program,
-            update="opt" if accumulates and "opt" in m.programs else None,
+            update=update,
             num_steps=num_steps,
             num_micro_batches=m.num_micro_batches if accumulates else 1,
             inputs=tuple(f"input/{a.name}" for a in expected),
-            shared=tuple(plan.shared),
+            taken=tuple(_taken(f"input/{a.name}", shared, writes) for a, shared in zip(expected, plan.shared, strict=True)),
             scheduled=scheduled,
             outputs=tuple([f"infer/{a.name}" for a in m.infer_outputs] if infer else [f"output/{n}" for n in outputs.names]),
             how=() if infer else outputs.how,
             zeroed=tuple(b for b in writes if b.startswith("grad/") and not b.startswith("grad/input/")) if accumulates else (),
-            new_seed=not infer,
+            seeds="own" if infer else "next",
             counts=program != "fwd",
             shown_loss=next((b for name in m.losses if (b := f"output/{name}") in writes), None),
-            stop_at_nan=f"output/{m.losses[0]}" if self.nan_error and m.losses and not infer else None,
+            watched=tuple(watched),
+            restored=tuple(sorted(b for b in changed if b.startswith((*_WEIGHTS, "const/")))),
         )
         self._keeps_gradients[program] = {b for b in self.buffers if b.startswith("grad/")} <= set(writes)
         self._prepared[key] = found = (plan, self._bind(call), outputs)
@@ -339,7 +346,7 @@ class Session:
     ) -> Result:
         result = self._call(prepared, inputs, schedule)
         self._ran_forward = False
-        self._kept_gradients = self._keeps_gradients[self._fused or ""]
+        self._kept_gradients = self._keeps_gradients[self.fused or ""]
         self.num_steps += num_steps
         return result
 
@@ -355,8 +362,10 @@ class Session:
         try:
             bound.run(plan.take(inputs), raw, schedule)
         except NotANumber as e:
+            self.num_steps += e.step
+            self._ran_forward = self._kept_gradients = False
             raise UserError(
-                "loss-nan", f"the loss is not a number at step {self.num_steps + e.step + 1}",
+                "loss-nan", f"the loss is not a number at step {self.num_steps + 1}, which was undone",
                 fix="lower the learning rate, clip the gradients (clip_norm), or look at the inputs of that step",
             ) from e  # fmt: skip
         return Result(outputs, raw)
@@ -384,7 +393,7 @@ class Session:
     def _section(self, program: str) -> None:
         """A section that takes nothing from the caller and gives nothing back."""
         if program not in self._sections_bound:
-            self._sections_bound[program] = self._bind(Call(micro=program, new_seed=False, counts=program == "opt"))
+            self._sections_bound[program] = self._bind(Call(micro=program, seeds="keep", counts=program == "opt"))
         self._sections_bound[program].run((), ())
 
     def _set_out_grads(self, given: Mapping[str, Tensor] | Sequence[Tensor | None]) -> None:
@@ -444,7 +453,7 @@ class Session:
     def to_device(
         self,
         model: nn.Module | Mapping[str, Tensor],
-        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+        optimizer: sync.Optimizers | None = None,
         *,
         loss: nn.Module | None = None,
     ) -> None:
@@ -452,14 +461,16 @@ class Session:
         with self._lock, self.page.during(ALOAD):
             tensors = sync.host_tensors(model, loss)
             sync.to_device(tensors, self.buffers)
-            if optimizer is not None:
-                sync.optimizers_to_device(self.manifest, _several(optimizer), _names(tensors), self.buffers)
+            optimizers = None if optimizer is None else sync.several(optimizer)
+            if optimizers is not None:
+                sync.optimizers_to_device(self.manifest, optimizers, tensors, self.buffers)
+            hosts.remember(self.artifact.digest, model, optimizers, loss)
             self._has_weights, self._ran_forward = True, False
 
     def to_host(
         self,
         model: nn.Module | Mapping[str, Tensor],
-        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+        optimizer: sync.Optimizers | None = None,
         *,
         loss: nn.Module | None = None,
     ) -> None:
@@ -468,7 +479,7 @@ class Session:
             tensors = sync.host_tensors(model, loss)
             sync.to_host(tensors, self.buffers)
             if optimizer is not None:
-                sync.optimizers_to_host(self.manifest, _several(optimizer), _names(tensors), self.buffers)
+                sync.optimizers_to_host(self.manifest, sync.several(optimizer), tensors, self.buffers)
 
     # ---- checkpoints ----
 
@@ -481,7 +492,7 @@ class Session:
             checkpoint.write(path, tensors, notes)
 
     def load(self, path: str | Path) -> None:
-        """Weights from a file that save() or compile wrote; optimizer state too where the file has it."""
+        """Weights from a file that save() or compile wrote; optimizer state too where the file has it, or else a fresh one."""
         with self._lock, self.page.during(CHKPT):
             tensors, notes = checkpoint.read(path)
             self._load_tensors(tensors)
@@ -495,8 +506,12 @@ class Session:
 
     def _load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         prefixed = {k if k.startswith(_WEIGHTS) else self._prefixed(k): t for k, t in tensors.items()}
+        prefixed = sync.by_group(self.manifest, prefixed, self.buffers)
         sync.check_types(prefixed, self.buffers, "weights file")
         sync.to_device(prefixed, self.buffers)
+        for name, buffer in self.buffers.items():  # moments and counts of other weights say nothing about these
+            if name.startswith("state/") and name not in prefixed:
+                buffer.zero_()
         self._has_weights, self._ran_forward = True, False
 
     def _prefixed(self, name: str) -> str:
@@ -544,7 +559,7 @@ def load(
     path: str | Path,
     *,
     device: str | None = None,
-    weights: str | Path | None = None,
+    weights: str | Path | Literal[False] | None = None,
     num_threads: int | None = None,
     seed: int = 0,
     nan_error: bool = False,
@@ -553,6 +568,8 @@ def load(
 ) -> Session:
     """Open an artifact: verified, no compiler, no tracing, no model source. The device is the artifact's own by default.
 
+    weights    a file to start from instead of the initial weights; False: none yet, they come by to_device() or load().
+    nan_error  an error where a loss is not a number; the step at fault changes nothing. Costs a copy of the weights a step.
     tiles   what to lease: a number, "chips:2", "0-3,8", a path (docs/tiles.md). One chip by default. TILEWORK_TILES overrides it.
     """
     if not Path(path).is_file():
@@ -561,40 +578,14 @@ def load(
     try:
         with footing.page.during(PLOAD):
             artifact = read_artifact(path, trust=trust)
-            session = Session(artifact, device=device, num_threads=num_threads, seed=seed, nan_error=nan_error, footing=footing)
-        if weights is not None:
-            session.load(weights)
+            session = Session(artifact, device=device, weights=weights, num_threads=num_threads, seed=seed,
+                              nan_error=nan_error, footing=footing)  # fmt: skip
     except BaseException:
         footing.close()
         raise
     return session
 
 
-def _several(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> Sequence[torch.optim.Optimizer]:
-    return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-
-
-def _names(tensors: Mapping[str, Tensor]) -> dict[int, str]:
-    return {id(t): k.removeprefix("param/") for k, t in tensors.items() if k.startswith("param/")}
-
-
-def _steps(name: str, value: Any, start: int, count: int) -> Any:
-    """The part of a schedule for steps start to start + count; numbers as they are."""
-    if not hasattr(value, "__len__"):
-        return value
-    part = value[start : start + count]
-    if len(part) < count:
-        raise UserError("hyper-unknown", f"the schedule of {name} is shorter than the data",
-                        found=f"{len(value)} values", expected=f"one for each step, {start + count} by now")  # fmt: skip
-    return part
-
-
-def _free_memory() -> int | None:
-    try:
-        with open("/proc/meminfo") as f:
-            for line in f:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except (OSError, ValueError):
-        pass
-    return None
+def _taken(buffer: str, shared: bool, writes: Sequence[str]) -> Taken:
+    """An input without a batch is the same for all micro-batches, also where forward changes it in place."""
+    return "each" if not shared else "again" if buffer in writes else "once"

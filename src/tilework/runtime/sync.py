@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,9 +10,15 @@ from torch import Tensor, nn
 
 from ..artifact.manifest import Group, Manifest
 from ..errors import UserError, did_you_mean
+from ..hosts import steps_made
 from ..reach import hidden_parameters
 
 Modules = nn.Module | Mapping[str, Tensor]
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+
+
+def several(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
+    return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
 
 
 def host_tensors(model: Modules, loss: nn.Module | None = None) -> dict[str, Tensor]:
@@ -70,10 +76,28 @@ def to_host(tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> Non
             t.data.copy_(buffers[name])
 
 
+def step_counter(group: Group, names: Container[str]) -> str:
+    """Where the steps of a group are counted. Up to format 1.0 there was one counter for all groups of an optimizer."""
+    own = f"state/{group.prefix}/step"
+    return own if own in names else f"state/{group.optimizer}/step"
+
+
+def by_group(manifest: Manifest, tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of a checkpoint with a counter for each group, also where it was written with one for each optimizer."""
+    found = dict(tensors)
+    for group in manifest.groups:
+        counter, old = step_counter(group, buffers), f"state/{group.optimizer}/step"
+        if old in tensors and old not in buffers:
+            found.pop(old, None)
+            found.setdefault(counter, tensors[old])
+    return found
+
+
 def _groups(
-    manifest: Manifest, optimizers: Sequence[torch.optim.Optimizer], names: Mapping[int, str]
+    manifest: Manifest, optimizers: Sequence[torch.optim.Optimizer], tensors: Mapping[str, Tensor]
 ) -> Iterator[tuple[Group, torch.optim.Optimizer, dict[str, Any], list[tuple[str, Tensor]]]]:
     """Each group of the artifact beside the host's: (group, optimizer, torch's group, [(parameter name, parameter)])."""
+    names = {id(t): k.removeprefix("param/") for k, t in tensors.items() if k.startswith("param/")}
     for group in manifest.groups:
         i, j = int(group.optimizer.removeprefix("opt")), int(group.prefix.split(".g")[1])
         if i >= len(optimizers) or j >= len(optimizers[i].param_groups):
@@ -91,42 +115,53 @@ def _groups(
 def optimizers_to_device(
     manifest: Manifest,
     optimizers: Sequence[torch.optim.Optimizer],
-    names: Mapping[int, str],
+    tensors: Mapping[str, Tensor],
     buffers: Mapping[str, Tensor],
 ) -> None:
-    for group, optimizer, _, params in _groups(manifest, optimizers, names):
-        steps = set()
+    groups = list(_groups(manifest, optimizers, tensors))
+    # Before anything is changed: counts that differ are an error.
+    steps = [_steps(group, optimizer, params, manifest, buffers) for group, optimizer, _, params in groups]
+    for (group, optimizer, _, params), made in zip(groups, steps, strict=True):
         for name, p in params:
             state = optimizer.state.get(p, {})
-            steps.add(int(state.get("step", 0)) if state else 0)
             for key in group.state:
                 target = buffers.get(f"state/{name}/{key}")
                 value = state.get(key)
                 if target is not None:
                     target.copy_(value) if value is not None else target.zero_()
-        if len(steps) > 1:
-            raise UserError("optimizer-steps", "the parameters of an optimizer have seen different numbers of steps",
-                            found=str(sorted(steps)), fix="start from a fresh optimizer state")  # fmt: skip
-        if steps and f"state/{group.optimizer}/step" in buffers:
-            buffers[f"state/{group.optimizer}/step"].fill_(steps.pop())
+        if step_counter(group, buffers) in buffers:
+            buffers[step_counter(group, buffers)].fill_(made)
+
+
+def _steps(
+    group: Group,
+    optimizer: torch.optim.Optimizer,
+    params: Sequence[tuple[str, Tensor]],
+    manifest: Manifest,
+    buffers: Mapping[str, Tensor],
+) -> int:
+    """How many steps the host's optimizer has made with a group. Parameters without a gradient make none, there and here."""
+    updated = [(n, p) for n, p in params if not group.state or any(f"state/{n}/{key}" in buffers for key in group.state)]
+    states = {name: optimizer.state.get(p, {}) for name, p in updated}
+    return steps_made(states, group.prefix, group.rule, f"{group.prefix}.dampening" in manifest.hyperparameters)
 
 
 def optimizers_to_host(
     manifest: Manifest,
     optimizers: Sequence[torch.optim.Optimizer],
-    names: Mapping[int, str],
+    tensors: Mapping[str, Tensor],
     buffers: Mapping[str, Tensor],
 ) -> None:
     """Fills torch's optimizer state as if the steps had been made there, so that host training can go on."""
-    for group, optimizer, _, params in _groups(manifest, optimizers, names):
-        steps = int(buffers[f"state/{group.optimizer}/step"])
+    for group, optimizer, _, params in _groups(manifest, optimizers, tensors):
+        steps = int(buffers[step_counter(group, buffers)])
         for name, p in params:
-            if steps == 0 or not group.state:
+            known = [key for key in group.state if f"state/{name}/{key}" in buffers]
+            if steps == 0 or not known:
                 continue
             state = optimizer.state[p]
-            for key in group.state:
-                if f"state/{name}/{key}" in buffers:
-                    state[key] = buffers[f"state/{name}/{key}"].clone()
+            for key in known:
+                state[key] = buffers[f"state/{name}/{key}"].clone()
             if group.rule != "sgd":
                 state["step"] = torch.tensor(float(steps))
 

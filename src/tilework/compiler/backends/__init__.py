@@ -23,6 +23,7 @@ class Built:
     features: list[str] = field(default_factory=list)
     glibc: list[int] = field(default_factory=list)
     notes: dict[str, str] = field(default_factory=dict)  # program -> "cached", or why it was compiled
+    called: dict[str, tuple[str, ...]] = field(default_factory=dict)  # program -> operators called through torch's dispatcher
 
 
 class Backend(Protocol):

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 import platform
+import shlex
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -17,9 +18,10 @@ import torch
 
 from ... import operators, random
 from ...errors import MachineError
+from ...plan import aliases
 from ...plan.options import Options
 from ...plan.plan import Plan
-from .. import codegen_cpu, lowerings, memory, to_fx, toolchain
+from .. import calls, codegen_cpu, inductor_fixes, known, lowerings, memory, plain, to_fx, toolchain
 from ..cache import Cache, Found, Parts, disk_errors
 from ..workers import Job, num_workers, started
 from . import Built, Report
@@ -33,33 +35,59 @@ DRIVER = Path(__file__).parent.parent / "driver.cpp"
 def _own_code() -> str:
     """SHA-256 of all of our own code that decides what native code comes out for a graph."""
     files: list[Any] = [
+        calls.__file__,
+        known.__file__,
+        aliases.__file__,
+        plain.__file__,
         codegen_cpu.__file__,
         to_fx.__file__,
         lowerings.__file__,
+        inductor_fixes.__file__,
         toolchain.__file__,
         random.__file__,
         operators.__file__,
         memory.__file__,
+        toolchain.CALLS,
         *sorted(toolchain.KERNELS.glob("*.h")),
     ]
     return hashlib.sha256(b"".join(Path(f).read_bytes() for f in files)).hexdigest()
 
 
+def common_parts(options: Options) -> Parts:
+    """What the cache keys of all libraries of a compile have in common: everything but the graphs."""
+    return {
+        "torch": torch.__version__,
+        "compiler": toolchain.compiler_version(),
+        "flags": shlex.join(toolchain.flags(options)),
+        "features": " ".join(toolchain.needed_features(options)),
+        "codegen": json.dumps(codegen_cpu.settings(options), sort_keys=True),
+        **codegen_cpu.surroundings(),
+        "temporaries": "own" if memory.own_temporaries() else "planned",
+        "tilework": _own_code(),
+    }
+
+
 class CpuBackend:
     def build(self, name: str, plan: Plan, cache: Cache | None, report: Report) -> Built:
+        """Operators without generated code are called through torch's dispatcher."""
+        while True:
+            try:
+                return self._build(name, plan, cache, report)
+            except codegen_cpu.NoCode as e:
+                before = plan.called.get(e.program, ())
+                if "*" in before:
+                    raise
+                those = tuple(sorted({*before, *e.operators})) if set(e.operators) - set(before) else ("*",)
+                report(f"{e.program}: {'all operators' if '*' in those else ', '.join(those)} called through torch's dispatcher")
+                plan = replace(plan, called={**plan.called, e.program: those})
+
+    def _build(self, name: str, plan: Plan, cache: Cache | None, report: Report) -> Built:
         if platform.system() != "Linux":
             raise MachineError("device-platform", "the cpu device needs Linux", found=platform.system(),
                                fix="use --device reference")  # fmt: skip
         cache = cache or Cache()
         options = plan.options
-        common = {
-            "torch": torch.__version__,
-            "compiler": toolchain.compiler_version(),
-            "flags": " ".join(toolchain.flags(options)),
-            "features": " ".join(toolchain.needed_features(options)),
-            "codegen": json.dumps(codegen_cpu.settings(options), sort_keys=True),
-            "tilework": _own_code(),
-        }
+        common = common_parts(options)
         header: Path | None = None
 
         def compile_sources(library: str, sources: dict[str, str], scratch: Path) -> bytes:
@@ -75,7 +103,8 @@ class CpuBackend:
         waiting: dict[str, Parts] = {}
         for library, members in libraries.items():
             graphs = {f"graph of {p}": f"{plan.programs[p].digest()} {plan.programs[p].abi()}" for p in members}
-            parts = {**common, **graphs, "flags": " ".join(toolchain.flags(_effort(library, options)))}
+            graphs |= {f"calls of {p}": " ".join(plan.called[p]) for p in members if p in plan.called}
+            parts = {**common, **graphs, "flags": shlex.join(toolchain.flags(_effort(library, options)))}
             hit = cache.look(f"{name}.{library}", parts)
             if hit is not None:
                 found[library] = hit
@@ -85,7 +114,7 @@ class CpuBackend:
             Job(
                 p,
                 len(plan.programs[p].nodes),
-                partial(codegen_cpu.generate, plan.programs[p], options, cache.folder / "inductor"),
+                partial(codegen_cpu.generate, plan.programs[p], options, cache.folder / "inductor", plan.called.get(p, ())),
             )
             for library in waiting
             for p in libraries[library]
@@ -124,6 +153,7 @@ class CpuBackend:
             features=toolchain.needed_features(options),
             glibc=toolchain.glibc_needed([*(f.code for f in found.values()), driver_code]),
             notes={p: _note(found[library]) for p, library in library_of.items()},
+            called=dict(plan.called),
         )
 
 

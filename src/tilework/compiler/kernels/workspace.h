@@ -68,4 +68,21 @@ struct Workspace {
   }
 };
 
+// For programs generated with TILEWORK_OWN_TEMPORARIES=1: each temporary is an allocation of exactly its size, with what the
+// sanitizer puts around an allocation on both sides. They are kept like the one block, because tensor objects point there.
+template <int BUFFERS, int TEMPORARIES>
+struct SeparateWorkspace : Workspace<BUFFERS, TEMPORARIES> {
+  void* places[TEMPORARIES + 1] = {};
+
+  Temporary own_temporary(int index, size_t bytes, int64_t dims, const int64_t* shape, const int64_t* stride, int32_t dtype) {
+    void*& place = places[index];
+    if (!place && posix_memalign(&place, 64, bytes)) throw std::bad_alloc();
+    return {static_cast<char*>(place), &this->kept[index], dims, shape, stride, dtype};
+  }
+  void release() {
+    Workspace<BUFFERS, TEMPORARIES>::release();
+    for (void*& place : places) free(place), place = nullptr;
+  }
+};
+
 }  // namespace tilework

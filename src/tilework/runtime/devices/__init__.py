@@ -5,12 +5,17 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 
 from ...artifact.reader import Artifact
+from ...random import next_seed
 from ...tiles.page import EXEC, Slot
+
+# A slice for each micro-batch; one slice, taken once for all of them; or one that is taken again for each, because a program
+# of the call changes its buffer.
+Taken = Literal["each", "once", "again"]
 
 
 @dataclass(frozen=True)
@@ -22,13 +27,14 @@ class Call:
     num_steps: int = 1
     num_micro_batches: int = 1
     inputs: tuple[str, ...] = ()  # buffers that get one slice of the caller's memory a micro-batch
-    shared: tuple[bool, ...] = ()  # for each input: whether there is only one slice, for all micro-batches
+    taken: tuple[Taken, ...] = ()  # for each input; none given: a slice each
     scheduled: tuple[str, ...] = ()  # hyperparameter buffers that get one value of the caller's a step
     outputs: tuple[str, ...] = ()  # buffers that are given to the caller's memory
     how: tuple[str, ...] = ()  # for each output: "all", a slice a micro-batch; "last", the last one; "sum", one slice
     zeroed: tuple[str, ...] = ()  # buffers set to zero before each step
-    new_seed: bool = True  # bwd keeps the seed of its fwd
-    stop_at_nan: str | None = None  # the loss buffer to watch
+    seeds: Literal["next", "keep", "own"] = "next"  # bwd keeps the seed of its fwd; infer has a stream of its own
+    watched: tuple[str, ...] = ()  # losses: where one is not a number, the call ends
+    restored: tuple[str, ...] = ()  # buffers that are then as they were before that step; so are the random numbers
     shown_loss: str | None = None  # the loss buffer that its programs write
     counts: bool = True  # its steps count as steps of the session: not those of fwd or bwd alone
 
@@ -39,7 +45,7 @@ class Call:
 
 
 class NotANumber(Exception):
-    """The watched loss was NaN; `step` counts from 0 within the call."""
+    """A watched loss was NaN; `step` counts from 0 within the call. The steps before it are done, and it has changed nothing."""
 
     def __init__(self, step: int) -> None:
         super().__init__(step)
@@ -75,13 +81,19 @@ class Device(Protocol):
 
     def bind(self, call: Call) -> Bound: ...
 
-    def seed(self, base: int, counter: int = 0) -> None:
-        """The next micro-batch draws its random numbers from (base, counter), the one after from counter + 1."""
+    def seed(self, base: int, counter: int = 0, inferred: int = 0) -> None:
+        """The next micro-batch draws its random numbers from (base, counter), the one after from counter + 1. Those of
+        inference draw from (inference_base(base), inferred), so that training does not notice them."""
 
-    def random_state(self) -> tuple[int, int]:
-        """(base, counter): what seed() takes to go on from here."""
+    def random_state(self) -> tuple[int, int, int]:
+        """(base, counter, inferred): what seed() takes to go on from here."""
 
     def close(self) -> None: ...
+
+
+def inference_base(base: int) -> int:
+    """Where inference's own stream of seeds starts: a hash, so that the two streams of a seed never run side by side."""
+    return next_seed(base ^ 0x6A09E667F3BCC908, 0)
 
 
 def open_device(name: str, artifact: Artifact, buffers: dict[str, torch.Tensor], num_threads: int | None) -> Device:

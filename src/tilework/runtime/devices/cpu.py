@@ -20,7 +20,7 @@ import torch
 from ...artifact.reader import Artifact
 from ...errors import BugError, MachineError, UserError
 from ...tiles.page import Slot, use_native
-from . import Call, NotANumber
+from . import Call, NotANumber, inference_base
 
 _NAN = 2
 _ERROR_SIZE = 1024
@@ -36,6 +36,10 @@ class _Copy(Structure):
     _fields_ = (("buffer", c_void_p), ("address", c_int64), ("bytes", c_int64), ("how", c_int32), ("dtype", c_int32))
 
 
+class _Backup(Structure):
+    _fields_ = (("buffer", c_void_p), ("memory", c_void_p), ("bytes", c_int64))
+
+
 class _Random(Structure):
     _fields_ = (("base", c_uint64), ("counter", c_uint64), ("seed", c_void_p))
 
@@ -45,14 +49,15 @@ class _Call(Structure):
         ("num_steps", c_int64), ("num_micro_batches", c_int64), ("micro", _Program), ("update", _Program),
         ("inputs", POINTER(_Copy)), ("num_inputs", c_int64), ("scheduled", POINTER(_Copy)), ("num_scheduled", c_int64),
         ("outputs", POINTER(_Copy)), ("num_outputs", c_int64), ("zeroed", POINTER(_Copy)), ("num_zeroed", c_int64),
-        ("random", POINTER(_Random)), ("steps_done", c_int64), ("loss", c_void_p), ("counts", c_int64),
-        ("shown_loss", c_void_p),
+        ("random", POINTER(_Random)), ("steps_done", c_int64), ("watched", POINTER(_Copy)), ("num_watched", c_int64),
+        ("restored", POINTER(_Backup)), ("num_restored", c_int64), ("counts", c_int64), ("shown_loss", c_void_p),
     )  # fmt: skip
 
 
-_HOW = {"all": 0, "last": 1, "sum": 2, "shared": 3}  # the driver's enums
-_SUMS = {torch.float32: 0, torch.float64: 1, torch.int64: 2}
-SUMMABLE = tuple(_SUMS)
+# The driver has the same numbers. The first is counted up, here and there, where a field or an enum changes its meaning.
+_LAYOUT = [1, *(ctypes.sizeof(s) for s in (_Program, _Copy, _Backup, _Random, _Call))]
+_HOW = {"all": 0, "last": 1, "sum": 2, "each": 0, "once": 3, "again": 4}  # the driver's enums
+_DTYPES = {torch.float32: 0, torch.float64: 1, torch.int64: 2, torch.bfloat16: 3, torch.float16: 4}
 
 
 def _open(name: str, code: bytes) -> ctypes.CDLL:
@@ -74,6 +79,22 @@ def _open(name: str, code: bytes) -> ctypes.CDLL:
         os.close(fd)
 
 
+def _check_layout(driver: ctypes.CDLL, path: Path) -> None:
+    """The structs above must be the driver's own, or a call would read and write at random."""
+    try:
+        found = [c_int64.in_dll(driver, "tilework_driver_layout").value]
+        if found == _LAYOUT[:1]:  # then it is as long as ours
+            found = list((c_int64 * len(_LAYOUT)).in_dll(driver, "tilework_driver_layout"))
+    except ValueError:
+        found = []
+    if found != _LAYOUT:
+        raise MachineError(
+            "native-driver", f"{path}: its driver was made by another version of Tilework",
+            found=f"layout {found or 'none'}", expected=f"layout {_LAYOUT}",
+            fix="compile again; or run it on the reference device, which needs no driver",
+        )  # fmt: skip
+
+
 _METERED: weakref.WeakSet[Device] = weakref.WeakSet()
 
 
@@ -93,6 +114,7 @@ class Device:
         if num_threads is not None:
             torch.set_num_threads(num_threads)  # OpenMP is torch's own copy: its threads are the programs' threads
         self.driver = _open("driver", artifact.native["native/driver.so"])
+        _check_layout(self.driver, artifact.path)
         self.driver.tilework_tensor.argtypes = [c_void_p, c_int64, c_void_p, c_void_p, c_int32, POINTER(c_void_p)]
         self.driver.tilework_dtype.argtypes = [c_char_p]
         self.driver.tilework_free.argtypes = [c_void_p]
@@ -100,7 +122,9 @@ class Device:
         self.driver.tilework_call.restype = c_int
         self._pin()
         self.error = ctypes.create_string_buffer(_ERROR_SIZE)
-        self.random = _Random(0, 0, buffers["rng/seed"].data_ptr() if "rng/seed" in buffers else None)
+        seed = buffers["rng/seed"].data_ptr() if "rng/seed" in buffers else None  # none: no program draws random numbers
+        self.randoms = {"next": _Random(0, 0, seed), "own": _Random(0, 0, seed)}
+        self._backups: dict[str, torch.Tensor] = {}
         self.programs: dict[str, _Program] = {}
         self.libraries: dict[str, ctypes.CDLL] = {}  # by member; a library holds one program or several
         self._keep: list[object] = []
@@ -152,11 +176,21 @@ class Device:
             self.handles[name] = handle
         return self.handles[name]
 
-    def seed(self, base: int, counter: int = 0) -> None:
-        self.random.base, self.random.counter = base & 0xFFFFFFFFFFFFFFFF, counter
+    def seed(self, base: int, counter: int = 0, inferred: int = 0) -> None:
+        training, inference = self.randoms["next"], self.randoms["own"]
+        training.base, training.counter = base & 0xFFFFFFFFFFFFFFFF, counter
+        inference.base, inference.counter = inference_base(base), inferred
 
-    def random_state(self) -> tuple[int, int]:
-        return self.random.base, self.random.counter
+    def random_state(self) -> tuple[int, int, int]:
+        return self.randoms["next"].base, self.randoms["next"].counter, self.randoms["own"].counter
+
+    def backup(self, name: str) -> _Backup:
+        """Memory for a copy of a buffer, as it lies; one for all calls, which come one at a time."""
+        buffer = self.buffers[name]
+        size = buffer.untyped_storage().nbytes()
+        if name not in self._backups:
+            self._backups[name] = torch.empty(size, dtype=torch.uint8)
+        return _Backup(buffer.data_ptr(), self._backups[name].data_ptr(), size)
 
     def bind(self, call: Call) -> _Bound:
         return _Bound(self, call)
@@ -175,10 +209,12 @@ class _Bound:
 
     def __init__(self, device: Device, call: Call) -> None:
         self._num_addresses = 0
-        inputs = self._copies(device, call.inputs, ["shared" if s else "all" for s in call.shared or [False] * len(call.inputs)])
+        inputs = self._copies(device, call.inputs, call.taken or ["each"] * len(call.inputs))
         scheduled = self._copies(device, call.scheduled, ["all"] * len(call.scheduled))
         outputs = self._copies(device, call.outputs, call.how or ["all"] * len(call.outputs))
         zeroed = self._copies(device, call.zeroed, ["all"] * len(call.zeroed))
+        watched = self._copies(device, call.watched, ["all"] * len(call.watched))
+        restored = (_Backup * len(call.restored))(*[device.backup(name) for name in call.restored])
         native = self.native = _Call()
         native.num_steps, native.num_micro_batches = call.num_steps, call.num_micro_batches
         native.micro = device.programs[call.micro]
@@ -188,11 +224,12 @@ class _Bound:
         native.scheduled, native.num_scheduled = scheduled, len(scheduled)
         native.outputs, native.num_outputs = outputs, len(outputs)
         native.zeroed, native.num_zeroed = zeroed, len(zeroed)
-        if call.new_seed and device.random.seed:  # null where the step draws no random numbers
-            native.random = ctypes.pointer(device.random)
+        native.watched, native.num_watched = watched, len(watched)
+        native.restored, native.num_restored = restored, len(restored)
+        random = device.randoms.get(call.seeds)
+        if random is not None and random.seed:
+            native.random = ctypes.pointer(random)
         native.counts = int(call.counts)
-        if call.stop_at_nan and device.buffers[call.stop_at_nan].dtype == torch.float32:
-            native.loss = device.buffers[call.stop_at_nan].data_ptr()
         if call.shown_loss:
             loss = device.buffers[call.shown_loss]
             native.shown_loss = loss.data_ptr() if loss.dtype == torch.float32 and loss.dim() == 0 else None
@@ -206,14 +243,14 @@ class _Bound:
             ctypes.addressof(device.error),
             _ERROR_SIZE,
         )
-        self._alive = (device, inputs, scheduled, outputs, zeroed)  # must outlive this
+        self._alive = (device, inputs, scheduled, outputs, zeroed, watched, restored)  # must outlive this
 
     def _copies(self, device: Device, names: Sequence[str], how: Sequence[str]) -> ctypes.Array[_Copy]:
         made = []
         for name, way in zip(names, how, strict=True):
             target = device.buffers[name]
             size = target.numel() * target.element_size()
-            made.append(_Copy(target.data_ptr(), self._num_addresses, size, _HOW[way], _SUMS.get(target.dtype, 0)))
+            made.append(_Copy(target.data_ptr(), self._num_addresses, size, _HOW[way], _DTYPES.get(target.dtype, 0)))
             self._num_addresses += 1
         return (_Copy * len(made))(*made)
 

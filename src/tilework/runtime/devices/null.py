@@ -17,10 +17,10 @@ class Device:
     def bind(self, call: Call) -> _Bound:
         return _Bound()
 
-    def seed(self, base: int, counter: int = 0) -> None:
-        self._random = (base, counter)
+    def seed(self, base: int, counter: int = 0, inferred: int = 0) -> None:
+        self._random = (base, counter, inferred)
 
-    def random_state(self) -> tuple[int, int]:
+    def random_state(self) -> tuple[int, int, int]:
         return self._random
 
     def close(self) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,26 +15,38 @@ from ...artifact.graph import Graph, Ref
 from ...artifact.reader import Artifact
 from ...errors import UserError
 from ...random import next_seed
-from . import Call, NotANumber
+from . import Call, NotANumber, inference_base
 
-# Operators that reach outside the graph: files, other processes, Python, memory beyond a tensor's own. A graph from
-# outside must not name them.
-_REFUSED = ("_reshape_alias", "from_file", "save", "_local_scalar_dense", "set_", "resize_", "pin_memory", "_pin_memory",
-            "record_stream")  # fmt: skip
+# Our own operators that graphs are made of. Others of ours only stand in for something while native code is generated.
+_OWN = frozenset(
+    f"tilework.{name}"
+    for name in ("product", "batch_product", "updated_by_product", "once", "kept", "max_pool", "max_pool_grad", "small_conv",
+                 "small_conv_input_grad", "small_conv_weight_grad", "random_bits")
+)  # fmt: skip
+
+
+@functools.cache
+def allowed_operators() -> frozenset[str]:
+    """Names (without overload) that a graph may call. A graph in an artifact is data from outside: whatever is not known to
+    compute tensors from tensors, and to do nothing else, is refused."""
+    lines = (Path(__file__).parent / "data" / "operators.txt").read_text().splitlines()
+    return _OWN.union(*(line.partition("#")[0].split() for line in lines))
 
 
 def operator_named(name: str) -> Any:
     if name == "getitem":
         return operator.getitem
     parts = name.split(".")
-    if len(parts) == 3 and parts[0] in ("aten", "prims", "tilework") and parts[1] not in _REFUSED:
+    if len(parts) == 3 and ".".join(parts[:2]) in allowed_operators():
         try:
             found = getattr(getattr(getattr(torch.ops, parts[0]), parts[1]), parts[2])
         except (AttributeError, RuntimeError):
             found = None
         if isinstance(found, torch._ops.OpOverload) and not found._schema.is_mutable:
             return found
-    raise UserError("graph-operator", f"the graph names an operator that cannot be replayed: {name[:80]}")
+    raise UserError("graph-operator", f"the graph names an operator that cannot be replayed: {name[:80]!r}",
+                    expected="one that computes tensors from tensors and does nothing else",
+                    fix="if it is one that your own model uses, compile for the device cpu, and report this")  # fmt: skip
 
 
 class Replay:
@@ -65,13 +79,14 @@ class Device:
     def __init__(self, artifact: Artifact, buffers: dict[str, torch.Tensor], num_threads: int | None) -> None:
         self.buffers = buffers
         self.programs = {name: Replay(graph) for name, graph in artifact.graphs.items()}
-        self.base = self.counter = 0
+        self.seed(0)
 
-    def seed(self, base: int, counter: int = 0) -> None:
-        self.base, self.counter = base, counter
+    def seed(self, base: int, counter: int = 0, inferred: int = 0) -> None:
+        self.bases = {"next": base, "own": inference_base(base)}
+        self.counters = {"next": counter, "own": inferred}
 
-    def random_state(self) -> tuple[int, int]:
-        return self.base, self.counter
+    def random_state(self) -> tuple[int, int, int]:
+        return self.bases["next"], self.counters["next"], self.counters["own"]
 
     def bind(self, call: Call) -> _Bound:
         return _Bound(self, call)
@@ -89,8 +104,8 @@ class _Bound:
     ) -> None:
         device, call, buffers = self.device, self.call, self.device.buffers
         sources = [
-            (b, t.reshape(1 if shared else call.count, *buffers[b].shape), shared)
-            for b, t, shared in zip(call.inputs, inputs, call.shared or [False] * len(inputs), strict=True)
+            (b, t.reshape(call.count if how == "each" else 1, *buffers[b].shape), how)
+            for b, t, how in zip(call.inputs, inputs, call.taken or ["each"] * len(inputs), strict=True)
         ]
         targets = [
             (b, t.view(call.count if how == "all" else 1, *buffers[b].shape), how)
@@ -98,23 +113,27 @@ class _Bound:
         ]
         at = 0
         for step in range(call.num_steps):
+            before = {b: buffers[b].clone() for b in call.restored}, dict(device.counters)
             for name, values in zip(call.scheduled, scheduled, strict=True):
                 buffers[name].copy_(values[step])
             for name in call.zeroed:
                 buffers[name].zero_()
             for _ in range(call.num_micro_batches):
-                for buffer, source, shared in sources:
-                    buffers[buffer].copy_(source[0 if shared else at])
-                if call.new_seed and "rng/seed" in buffers:
-                    buffers["rng/seed"].fill_(next_seed(device.base, device.counter))
-                    device.counter += 1
+                for buffer, source, how in sources:
+                    buffers[buffer].copy_(source[at if how == "each" else 0])
+                if call.seeds != "keep" and "rng/seed" in buffers:
+                    buffers["rng/seed"].fill_(next_seed(device.bases[call.seeds], device.counters[call.seeds]))
+                    device.counters[call.seeds] += 1
                 device.programs[call.micro](buffers)
                 for buffer, target, how in targets:
                     if how == "sum":
                         target[0].add_(buffers[buffer])
                     elif how == "all" or at + 1 == call.count:
                         target[at if how == "all" else 0].copy_(buffers[buffer])
-                if call.stop_at_nan and bool(buffers[call.stop_at_nan].isnan().any()):
+                if any(bool(buffers[loss].isnan().any()) for loss in call.watched):
+                    for buffer, value in before[0].items():
+                        buffers[buffer].copy_(value)
+                    device.counters = before[1]
                     raise NotANumber(step)
                 at += 1
             if call.update:

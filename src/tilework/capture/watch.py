@@ -1,0 +1,264 @@
+"""Eyes on a real run of the user's step: each read of a tensor's value by Python, each data-dependent shape, print, clock, random
+number from elsewhere, and each tensor from outside that is changed. Only this thread is watched."""
+
+from __future__ import annotations
+
+import builtins
+import datetime
+import os
+import random
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, UntypedStorage, nn
+from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..errors import Place
+from ..random import RANDOM_OPERATORS
+from .source import is_user_file, line_text, short, user_frame
+
+aten = torch.ops.aten
+Line = tuple[str, int]  # path, number
+
+_READS = {
+    "__bool__": ("the branch depends on a tensor's value, which does not exist yet when the step is compiled",
+                 "choose with tensors: torch.where(condition, a, b); or decide on the host, before the step"),
+    "item": (".item() brings a tensor's value to Python, where it would be frozen into the artifact",
+             "keep the value as a tensor; to see it, return it from forward"),
+    "tolist": (".tolist() brings a tensor's values to Python, where they would be frozen into the artifact",
+               "keep the values as a tensor; to see them, return them from forward"),
+    "numpy": ("a NumPy array leaves PyTorch, so what happens to it cannot be compiled",
+              "use the torch function of the same name; or do the NumPy work on the host, before the step"),
+}  # fmt: skip
+_READS["__int__"] = _READS["__float__"] = _READS["__index__"] = _READS["item"]
+_READS["__array__"] = _READS["numpy"]
+_LOOP = (
+    "the loop's length depends on a tensor's value, which does not exist yet when the step is compiled",
+    "loop a fixed number of times and mask what is not wanted with torch.where",
+)
+_SHAPE = (
+    "the shape of the result depends on a tensor's values; shapes in an artifact are fixed",
+    "keep the full shape and mask: x * mask, torch.where(mask, x, 0), or x.masked_fill(~mask, 0)",
+)
+_DYNAMIC_SHAPES = {
+    aten.nonzero.default, aten.nonzero_numpy.default, aten.masked_select.default, aten._unique2.default,
+    aten.unique_dim.default, aten.unique_consecutive.default, aten.unique_dim_consecutive.default,
+    aten.bincount.default, aten.repeat_interleave.Tensor, aten.histc.default,
+}  # fmt: skip
+_NO_RANDOM = (
+    "it draws random numbers in a way that has no seeded form",
+    "use torch.rand, randn, bernoulli or F.dropout",
+)
+_PRINT = (
+    "forward runs in Python only once, at compile time; this would print then and never again",
+    "return the value from forward and print it after the step; or remove the line",
+)
+_CLOCK = (
+    "the time would be read once, at compile time, and frozen into the artifact",
+    "measure around the step, on the host; or give the value to the step as an input",
+)
+OTHER_RANDOM = (
+    "random numbers from Python or NumPy would be drawn once, at compile time, and frozen into the artifact",
+    "draw them with torch (torch.rand, bernoulli, F.dropout), or on the host and give them to the step as an input",
+)
+_OUTSIDE = (
+    "forward changes a tensor that is neither a parameter nor a registered buffer: the artifact could not keep it",
+    "register it: self.register_buffer(...), and change it in place",
+)
+STATE = (
+    "forward changes Python state; it runs in Python only once, at compile time, so this would be frozen",
+    "keep the state as a tensor: self.register_buffer(...) and change it in place; or return it from forward",
+)
+UNSTEADY = (
+    "forward does something else at each call; it runs in Python only once, at compile time, so this would be frozen",
+    "make what differs an input of the step, or a registered buffer",
+)
+
+
+@dataclass
+class Findings:
+    places: dict[tuple[str, str], Place] = field(default_factory=dict)  # one a (line, kind)
+
+    def add(self, kind: str, why: str, fix: str, at: Line | None = None, *, where: str = "") -> None:
+        """`where`: what to name if no line of the user's is known."""
+        at = at or (None if where else user_frame())
+        if at is not None:
+            self.places.setdefault((short(*at), kind), Place(short(*at), line_text(*at), why, fix))
+        elif where:
+            self.places.setdefault((where, kind), Place(where, "", why, fix))
+
+    def add_read(self, method: str, at: Line | None) -> None:
+        why, fix = _READS[method]
+        if at is not None:
+            text = line_text(*at)
+            if (method == "__bool__" and text.startswith("while")) or (
+                method in ("__int__", "__index__") and text.startswith("for")
+            ):
+                why, fix = _LOOP
+        # every way to read a value at one line is one finding
+        self.add("read", why, fix, at)
+
+
+class WatchFunctions(TorchFunctionMode):
+    """Sees Python-level reads of tensor values, by the name of the method that the user called."""
+
+    def __init__(self, findings: Findings) -> None:
+        super().__init__()
+        self.findings = findings
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        method = getattr(func, "__name__", "")
+        if method in _READS and "Tensor." in (resolve_name(func) or f"Tensor.{method}"):
+            self.findings.add_read(method, user_frame())
+        return func(*args, **(kwargs or {}))
+
+
+def _is_attention(func: Any) -> bool:
+    """Attention operators are marked as random for their dropout; with dropout they are replaced before they get here."""
+    return "scaled_dot_product" in str(func)
+
+
+class WatchOperators(TorchDispatchMode):
+    """Sees operators with data-dependent results and writes to tensors from outside, whatever Python path led to them.
+    Keeps a log: two runs of a step that can be captured have the same."""
+
+    def __init__(self, findings: Findings, allowed: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self.findings = findings
+        self.allowed = {_storage(t) for t in allowed}  # what the step may change: parameters, buffers, its inputs
+        self.made: set[int] = set()  # storages that this run has made
+        self.saved: dict[
+            int, tuple[UntypedStorage, UntypedStorage]
+        ] = {}  # storages from outside, with a copy from before they were changed
+        self.log: list[Any] = []
+        self.line_at: int | None = None  # number in the log whose line is wanted
+        self.line: Line | None = None
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        kwargs = kwargs or {}
+        if len(self.log) == self.line_at:
+            self.line = user_frame()
+        self.log.append((str(func), _spelt(args), _spelt(kwargs)))
+        if func is aten._local_scalar_dense.default or func is aten.equal.default:
+            self.findings.add_read("item", user_frame())
+        elif func in _DYNAMIC_SHAPES or (
+            func is aten.index.Tensor and any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+        ):
+            self.findings.add("shape", *_SHAPE)
+        elif torch.Tag.nondeterministic_seeded in func.tags and func not in RANDOM_OPERATORS and not _is_attention(func):
+            self.findings.add("random", *_NO_RANDOM)
+        elif func.namespace not in ("aten", "prims", "prim", "tilework"):
+            self.findings.add(
+                "operator",
+                f"operator {func} is not one of PyTorch's own, so no backend has code for it",
+                "write it with PyTorch's operators",
+            )
+        if func._schema.is_mutable:
+            self._before_write(func, args, kwargs)
+        result = func(*args, **kwargs)
+        self.made |= _storages(result) - _storages(args) - _storages(tuple(kwargs.values()))  # a view is not new memory
+        if func is aten.lift_fresh.default and args[0].numel() <= 64:
+            self.log.append(args[0].tolist())  # a constant that Python made
+        return result
+
+    def _before_write(self, func: Any, args: Any, kwargs: Any) -> None:
+        for i, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            for t in value if isinstance(value, (tuple, list)) else (value,):
+                if not isinstance(t, Tensor) or t.layout != torch.strided:
+                    continue
+                key = _storage(t)
+                if key in self.made or key in self.saved:
+                    continue
+                storage = t.untyped_storage()
+                self.saved[key] = (storage, storage.clone())
+                if key not in self.allowed:
+                    self.findings.add("outside", *_OUTSIDE)
+
+    @property
+    def changing(self) -> list[UntypedStorage]:
+        return [storage for storage, _ in self.saved.values()]
+
+    def put_back(self) -> None:
+        """The values of all tensors from outside that were changed."""
+        for storage, before in self.saved.values():
+            storage.copy_(before)
+
+
+def _storage(t: Tensor) -> int:
+    return t.untyped_storage()._cdata
+
+
+def _storages(value: Any) -> set[int]:
+    if isinstance(value, Tensor):
+        return {_storage(value)} if value.layout == torch.strided else set()
+    return set().union(*map(_storages, value)) if isinstance(value, (tuple, list)) else set()
+
+
+def _spelt(value: Any) -> Any:
+    """What a log notes of an argument: numbers as they are, tensors by type."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype
+    if isinstance(value, (tuple, list)):
+        return tuple(_spelt(v) for v in value)
+    if isinstance(value, dict):
+        return tuple((k, _spelt(v)) for k, v in value.items())
+    return repr(value) if isinstance(value, float) else value
+
+
+_CLOCKS = (time.time, time.time_ns, time.perf_counter, time.perf_counter_ns, time.monotonic, time.monotonic_ns, time.process_time,
+           datetime.datetime.now, datetime.datetime.utcnow, datetime.date.today)  # fmt: skip
+_WATCHED = {builtins.print: ("print", *_PRINT), os.urandom: ("python random", *OTHER_RANDOM)}
+_WATCHED |= dict.fromkeys(_CLOCKS, ("clock", *_CLOCK))
+_SET_ATTRIBUTE = nn.Module.__setattr__.__code__
+
+
+class WatchPython:
+    """Sees calls in this thread: print, clocks, other random numbers; and notes the line of every assignment to an attribute of a
+    module. Nothing is patched, so other threads are not concerned."""
+
+    def __init__(self, findings: Findings) -> None:
+        self.findings = findings
+        self.assigned: dict[tuple[int, str], Line | None] = {}
+
+    def __enter__(self) -> WatchPython:
+        self._random = random.getstate(), np.random.get_state()
+        self._line: Line | None = None
+        self._before = sys.getprofile()
+        sys.setprofile(self._event)
+        return self
+
+    def _event(self, frame: FrameType, event: str, arg: Any) -> None:
+        if event == "c_call":
+            try:
+                kind = _WATCHED.get(arg)
+            except TypeError:  # a method of something that cannot be hashed
+                return
+            if kind is not None and is_user_file(frame.f_code.co_filename):
+                # Libraries look at the clock for their own ends, also from a garbage collector's call.
+                if kind[0] != "clock" or "site-packages" not in frame.f_code.co_filename:
+                    self.findings.add(*kind, at=(frame.f_code.co_filename, frame.f_lineno))
+            elif self._line is None and isinstance(getattr(arg, "__self__", None), random.Random):
+                self._line = user_frame(frame)
+        elif event == "call" and frame.f_code is _SET_ATTRIBUTE:
+            own = frame.f_locals
+            self.assigned.setdefault((id(own.get("self")), str(own.get("name"))), user_frame(frame.f_back))
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(self._before)
+        python, numpy = self._random
+        if random.getstate() != python:
+            random.setstate(python)
+            self.findings.add("python random", *OTHER_RANDOM, at=self._line, where="the model")
+        if not all(np.array_equal(a, b) for a, b in zip(np.random.get_state(), numpy, strict=True)):
+            np.random.set_state(numpy)
+            self.findings.add("numpy random", *OTHER_RANDOM, where="the model (NumPy's generator)")

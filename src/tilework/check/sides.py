@@ -1,0 +1,237 @@
+"""The two sides of a check, each as tensors by way and kind: what the artifact's programs compute, and what the user's untouched
+module computes in eager PyTorch with torch's own autograd and optimizers.
+
+Ways: "infer", the model in eval mode; "fused", a whole step in one call; "again", the step after it; "sections", fwd, bwd and opt
+one by one. Random numbers of the module are those of the artifact, injected from outside."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..artifact.manifest import Manifest, is_dropout
+from ..artifact.structure import flatten, names, unflatten
+from ..capture.snapshot import Snapshot
+from ..random import next_seed, seeded
+from ..runtime.devices import inference_base
+from ..runtime.session import Session
+from ..runtime.sync import host_tensors
+from ..step import Step
+
+SEED = 20240229
+
+Tensors = dict[str, Tensor]
+Results = dict[str, dict[str, Tensors]]  # way -> kind (output, gradient, parameter, state, buffer) -> name -> tensor
+
+
+# ---- the artifact's side ----
+
+
+def run_artifact(session: Session, inputs: list[Tensor]) -> Results:
+    """Every way that the artifact can run, each from the weights that the session has now."""
+    manifest, found = session.manifest, Results()
+    start = session.tensors()
+
+    def again() -> None:
+        session.load_tensors(start)
+        session.seed(SEED)
+
+    if "infer" in manifest.programs:
+        leaves, _ = flatten(session.infer(*_one_batch(manifest, inputs)))
+        found["infer"] = {"output": dict(zip([a.name for a in manifest.infer_outputs], leaves, strict=True))}
+    if session.fused is not None and manifest.losses:
+        again()
+        found["fused"] = {"output": _named_outputs(session, session.run(*inputs))}
+        if session.fused == "accumulate":
+            found["fused"]["gradient"] = session.gradients()
+        found["fused"] |= _state(session)
+        found["again"] = {"output": _named_outputs(session, session.run(*inputs)), **_state(session)}
+    if "fwd" in manifest.programs and manifest.num_micro_batches == 1:
+        again()
+        found["sections"] = {"output": _named_outputs(session, session.run(*inputs, sections=["fwd"]))}
+        if "bwd" in session.training_sections:
+            outputs = found["sections"]["output"]
+            ones = {k: torch.ones_like(t) for k, t in outputs.items() if f"outgrad/{k}" in session.buffers}
+            session.run(sections=["bwd"], out_grads=None if manifest.losses else ones)
+            found["sections"]["gradient"] = session.gradients()
+        if "opt" in session.training_sections:
+            session.run(sections=["opt"])
+        found["sections"] |= _state(session)
+    return found
+
+
+def _state(session: Session) -> dict[str, Tensors]:
+    """What training changes, by kind."""
+    tensors = session.tensors()
+
+    def of(prefix: str) -> Tensors:
+        return {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix) and not k.endswith("/step")}
+
+    return {"parameter": of("param/"), "state": of("state/"), "buffer": of("buffer/")}
+
+
+def _named_outputs(session: Session, result: Any) -> Tensors:
+    leaves, _ = flatten(result.outputs)
+    named = [a.name for a in session.manifest.outputs]
+    if session.manifest.separate_loss:
+        losses = result.losses if result.losses.shape[0] > 1 else result.losses[0]
+        leaves = [losses, *leaves]
+    return dict(zip(named, leaves, strict=True))
+
+
+# ---- the module's side ----
+
+
+def run_module(manifest: Manifest, step: Step, inputs: list[Tensor]) -> Results:
+    """Two steps, and inference before them. The module and its optimizers are put back as they were."""
+    found: Results = {}
+    trains = any(s in p.sections for p in manifest.programs.values() for s in ("fwd", "bwd"))
+    with restored(step):
+        if "infer" in manifest.programs:
+            with restored(step, values=False):
+                found["infer"] = {"output": _infer(step, _one_batch(manifest, inputs))}
+        if trains:
+            found["fused"] = found["sections"] = _train(manifest, step, inputs, 0)
+            found["again"] = _train(manifest, step, inputs, 1)
+    return found
+
+
+def _train(manifest: Manifest, step: Step, inputs: list[Tensor], number: int) -> dict[str, Tensors]:
+    """One whole step, the `number`-th."""
+    params = {k.removeprefix("param/"): t for k, t in host(step).items() if k.startswith("param/")}
+    for optimizer in step.optimizers:
+        optimizer.zero_grad(set_to_none=True)
+    for p in params.values():
+        p.grad = None
+    collected: list[list[Tensor]] = []
+    leaves: list[Tensor] = []
+    num_micro = manifest.num_micro_batches
+    for micro in range(num_micro):
+        leaves = _leaves(manifest, step, inputs, micro, num_micro)
+        model_inputs, targets = unflatten(manifest.input_structure, iter(leaves))
+        with seeded(torch.tensor(next_seed(SEED, number * num_micro + micro)), _probabilities(manifest)):
+            with _autocast(step):
+                output = step.call_model(model_inputs)
+                outputs, _ = flatten(output)
+                if step.loss_function is not None:
+                    outputs = [step.call_loss(output, targets), *outputs]
+            sources = [o for a, o in zip(manifest.outputs, outputs, strict=True) if a.name in manifest.losses]
+            sources = sources or [o for o in outputs if o.requires_grad]
+            scale = 1.0 / num_micro if manifest.accumulate == "mean" else 1.0
+            if sources:
+                torch.autograd.backward(sources, [torch.full_like(s, scale) for s in sources])
+        collected.append([o.detach().clone() for o in outputs])
+    gradients = {k: p.grad.detach().clone() for k, p in params.items() if p.grad is not None}
+    for argument, leaf in zip(manifest.inputs, leaves, strict=True):
+        if leaf.grad is not None:
+            gradients[f"input/{argument.name}"] = leaf.grad.clone()
+    trained = [p for opt in step.optimizers for g in opt.param_groups for p in g["params"] if p.grad is not None]
+    if step.clip_value is not None:
+        torch.nn.utils.clip_grad_value_(trained, step.clip_value)
+    if step.clip_norm is not None:
+        torch.nn.utils.clip_grad_norm_(trained, step.clip_norm)
+    for optimizer in step.optimizers:
+        optimizer.step()
+    joined = [_join(list(parts), manifest.batch_dim) for parts in zip(*collected, strict=True)]
+    by_id = {id(p): k for k, p in params.items()}
+    state = {
+        f"{by_id[id(p)]}/{key}": value.detach().clone()
+        for opt in step.optimizers
+        for p, values in opt.state.items()
+        for key, value in values.items()
+        if id(p) in by_id and isinstance(value, Tensor) and key != "step"
+    }
+    # read again: forward may have put new tensors in their place
+    buffers = {k.removeprefix("buffer/"): b.detach().clone() for k, b in host(step).items() if k.startswith("buffer/")}
+    return {
+        "output": dict(zip([a.name for a in manifest.outputs], joined, strict=True)),
+        "gradient": gradients,
+        "parameter": {k: p.detach().clone() for k, p in params.items()},
+        "state": state,
+        "buffer": buffers,
+    }
+
+
+def _infer(step: Step, inputs: list[Tensor]) -> Tensors:
+    structure = flatten(step.inputs if isinstance(step.inputs, (tuple, list, dict)) else (step.inputs,))[1]
+    for _, root in step.modules:
+        root.eval()
+    own = [t.detach().clone() for t in inputs]
+    with torch.no_grad(), seeded(torch.tensor(next_seed(inference_base(SEED), 0))), _autocast(step):
+        leaves, shape = flatten(step.call_model(unflatten(structure, iter(own))))
+    return {k: t.detach().clone() for k, t in zip(names(shape, "output"), leaves, strict=True)}
+
+
+def _one_batch(manifest: Manifest, inputs: list[Tensor]) -> list[Tensor]:
+    """The model's inputs for one micro-batch."""
+    found = []
+    for argument, value in zip(manifest.inputs[: manifest.num_model_inputs], inputs, strict=False):
+        several = list(value.shape) != argument.type.shape
+        found.append(value.chunk(manifest.num_micro_batches, dim=manifest.batch_dim or 0)[0] if several else value)
+    return found
+
+
+def _autocast(step: Step) -> torch.autocast:
+    return torch.autocast("cpu", torch.bfloat16, enabled=step.precision == "bfloat16")
+
+
+def host(step: Step) -> Tensors:
+    return host_tensors(step.model, loss_module(step))
+
+
+def loss_module(step: Step) -> torch.nn.Module | None:
+    return step.loss if isinstance(step.loss, torch.nn.Module) else None
+
+
+def _join(parts: list[Tensor], batch_dim: int | None) -> Tensor:
+    if len(parts) == 1:
+        return parts[0]
+    if parts[0].dim() == 0 or batch_dim is None or batch_dim >= parts[0].dim():
+        return torch.stack(parts)
+    return torch.cat(parts, dim=batch_dim)
+
+
+def _probabilities(manifest: Manifest) -> list[Tensor]:
+    """Dropout probabilities in site order: hyperparameters that belong to no optimizer and no clipping."""
+    return [torch.tensor(value, dtype=torch.float64) for name, value in manifest.hyperparameters.items() if is_dropout(name)]
+
+
+def _leaves(manifest: Manifest, step: Step, inputs: list[Tensor], micro: int, num_micro: int) -> list[Tensor]:
+    own = [*flatten(step.inputs)[0], *flatten(step.targets)[0]]
+    found = []
+    for argument, value, example in zip(manifest.inputs, inputs, own, strict=True):
+        shape = argument.type.shape
+        if num_micro > 1 and shape and list(value.shape) != shape:
+            value = value.chunk(num_micro, dim=manifest.batch_dim or 0)[micro]
+        leaf = value.detach().clone()
+        found.append(leaf.requires_grad_() if example.requires_grad else leaf)
+    return found
+
+
+@contextmanager
+def restored(step: Step, *, values: bool = True) -> Iterator[None]:
+    """The user's objects, put back whatever happens: what modules hold in Python, parameters, buffers, gradients, optimizer
+    state. values=False: only what inference could change."""
+    snapshot = Snapshot(step.modules)
+    tensors = list(host(step).values())
+    if values:
+        tensors += [p for o in step.optimizers for g in o.param_groups for p in g["params"] if all(p is not t for t in tensors)]
+    else:
+        tensors = [b for _, root in step.modules for b in root.buffers()]
+    kept = [(t, t.detach().clone(), t.grad) for t in tensors]
+    states = [copy.deepcopy(o.state_dict()) for o in step.optimizers] if values else []
+    try:
+        yield
+    finally:
+        snapshot.restore()
+        with torch.no_grad():
+            for t, value, grad in kept:
+                t.data.copy_(value)
+                t.grad = grad
+        for optimizer, state in zip(step.optimizers, states, strict=False):
+            optimizer.load_state_dict(state)
