@@ -255,7 +255,7 @@ def equals_and_zeros(m) -> tuple[Tensor, ...]:
     )  # fmt: skip
 
 
-@case(174459, "sorted, selected and pooled numbers", params={"x": (3, 7), "y": (2, 3, 9)}, refused="compile-operator")
+@case(174459, "sorted, selected and pooled numbers", params={"x": (3, 7), "y": (2, 3, 9)})
 def sorted_numbers(m) -> tuple[Tensor, ...]:
     return m.x.sort(dim=1, stable=True).values, m.x.topk(2, 1).values, m.x.median(1).values, F.interpolate(m.y, scale_factor=1.1)
 

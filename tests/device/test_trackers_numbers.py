@@ -293,7 +293,7 @@ def turned_in_bf16(m) -> Tensor:
     return q * cos + torch.cat((-q[..., 8:], q[..., :8]), -1) * sin
 
 
-@case(None, "Fourier transforms and complex numbers inside", params={"x": (3, 16)}, refused="compile-operator")
+@case(None, "Fourier transforms and complex numbers inside", params={"x": (3, 16)})
 def fourier(m) -> tuple[Tensor, ...]:
     f = torch.fft.rfft(m.x)
     return f.abs(), torch.fft.irfft(f * torch.complex(torch.tensor(0.0), torch.tensor(1.0)), 16), torch.view_as_real(f)

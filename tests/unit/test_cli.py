@@ -189,7 +189,8 @@ def test_run_reports_the_users_mistakes(place: Path) -> None:
 def test_test_passes_and_fails(place: Path) -> None:
     good = tilework(place, "test", "m.pef", "model.py:build")
     assert good.returncode == 0 and "against your module in eager PyTorch" in good.stdout
-    assert good.stdout.count("pass") == 2 + 4 + 4 + 1 and "2.weight" in good.stdout  # outputs, gradients, parameters, verdict
+    # inference: 1 output; the step and the one after it: 2 outputs, 4 parameters; by section also 4 gradients; the verdict
+    assert good.stdout.count("pass") == 1 + 2 * (2 + 4) + (2 + 4 + 4) + 1 and "2.weight" in good.stdout
     only = tilework(place, "test", "m.pef", "--brief")
     assert only.returncode == 0 and "graph only" in only.stdout and "gradient" in only.stdout
     bad = tilework(place, "test", "m.pef", "model.py:different")
@@ -197,7 +198,7 @@ def test_test_passes_and_fails(place: Path) -> None:
     result = json.loads(tilework(place, "test", "m.pef", "model.py:different", "--json").stdout)
     assert result["ok"] is False and result["first_difference"]["name"] == "loss"
     kinds = {row["kind"] for row in result["rows"]}
-    assert kinds == {"output", "gradient", "parameter"}
+    assert kinds == {"output", "gradient", "parameter", "inference output", "second output", "second parameter"}
 
 
 def test_measure(place: Path) -> None:

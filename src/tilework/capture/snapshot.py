@@ -130,7 +130,7 @@ class Snapshot:
                 own = value.__dict__
                 if self._hold(path, module, name, own, dict(own), _put_dict):
                     inside = ((f"{path}.{k}", v) for k, v in own.items())
-            if deep and (not hasattr(value, "__len__") or len(value) <= _MANY):
+            if deep and not (isinstance(value, (dict, list, tuple, deque)) and len(value) > _MANY):
                 todo += inside
 
     # ---- what changed, and putting it back ----

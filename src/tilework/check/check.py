@@ -64,36 +64,41 @@ class Report:
         return found
 
 
-def check(
-    path: str | Path,
-    step: Step | None = None,
-    *,
-    device: str | None = None,
-    trust: bool = False,
-    inputs: list[Tensor] | None = None,
-) -> Report:
-    """inputs: instead of the step's example inputs and targets, flat, with all micro-batches."""
+def check(path: str | Path, step: Step | None = None, *, device: str | None = None, trust: bool = False) -> Report:
     artifact = read_artifact(path, trust=trust)
     if device == "null" or (device is None and artifact.manifest.fingerprint.device == "null"):
         raise UserError("test-null", "the null device does no arithmetic, so there is nothing to compare")
     if step is None:
         return _graph_only(artifact, device)
-    inputs = step_inputs(artifact.manifest, step) if inputs is None else inputs
-    expected = run_module(artifact.manifest, step, inputs)
+    inputs = step_inputs(artifact.manifest, step)
+    return beside_module(artifact, step, inputs, run_module(artifact.manifest, step, inputs), device)
+
+
+def beside_module(artifact: Artifact, step: Step, inputs: list[Tensor], expected: Results, device: str | None = None) -> Report:
+    """The artifact on flat inputs, beside what the module gives for them."""
     with Session(artifact, device=device, seed=SEED, weights=False) as session:
         session.set(session.hyper)  # those that were compiled are meant, whatever a scheduler has done to the module's since
         session.to_device(step.model, step.optimizers or None, loss=loss_module(step))
         start = session.tensors()
         found = run_artifact(session, inputs)
         name = session.device_name
-    rows = _rows(artifact.manifest, found, expected)
-    if not all(r.ok for r in rows) and artifact.manifest.precision == "float32":
+    rows = _rows(artifact, found, expected)
+    if not all(r.ok for r in rows) and not _is_low(artifact):
         rows = _decided(artifact, rows, found, expected, run_wide(artifact, start, inputs))
     return Report("module", name, rows)
 
 
-def _rows(manifest: Manifest, found: Results, expected: Results) -> list[Row]:
-    low = manifest.precision == "bfloat16"
+def _is_low(artifact: Artifact) -> bool:
+    """Whether anything is computed in 16 bits."""
+    return bool({"bfloat16", "float16"} & _dtypes(artifact))
+
+
+def _dtypes(artifact: Artifact) -> set[str]:
+    return {t.dtype for graph in artifact.graphs.values() for n in graph.nodes for t in n.types if t is not None}
+
+
+def _rows(artifact: Artifact, found: Results, expected: Results) -> list[Row]:
+    manifest, low, mixed = artifact.manifest, _is_low(artifact), "float32" in _dtypes(artifact)
     rows: list[Row] = []
     for way, kinds in found.items():
         programs = _PROGRAMS.get("sections" if way == "sections" else "accumulate" if "accumulate" in manifest.programs else "")
@@ -103,7 +108,7 @@ def _rows(manifest: Manifest, found: Results, expected: Results) -> list[Row]:
             if kind == "gradient" and not kinds[kind]:
                 continue
             made = compare(kind, kinds[kind], expected[way].get(kind, {}), low_precision=low,
-                           allowance=allowance if kind == "parameter" else None, later=later)  # fmt: skip
+                           allowance=allowance if kind == "parameter" else None, later=later, mixed=mixed)  # fmt: skip
             program = "infer" if way == "infer" else programs[kind] if programs else "step"
             prefix = {"infer": "inference ", "again": "second "}.get(way, "")
             rows += [replace(r, kind=f"{prefix}{r.kind}", program=program) for r in made]
@@ -114,8 +119,7 @@ def _decided(artifact: Artifact, rows: list[Row], found: Results, expected: Resu
     """Rows that failed, judged by float64: right if eager PyTorch is as far off as we are, and that is still rounding."""
     truth = _narrow(wide, found)
     ours, theirs = (
-        {(r.program, r.kind, r.name): r.error for r in _rows(artifact.manifest, side, truth)}
-        for side in (found, _like(expected, found))
+        {(r.program, r.kind, r.name): r.error for r in _rows(artifact, side, truth)} for side in (found, _like(expected, found))
     )
     judged = []
     for row in rows:
@@ -206,7 +210,7 @@ def _graph_only(artifact: Artifact, device: str | None) -> Report:
     ):  # the fused step does not keep its gradients; those of the sections say how much noise to expect
         if way in expected:
             expected[way].setdefault("gradient", expected.get("sections", {}).get("gradient", {}))
-    return Report("graph only", used, _rows(artifact.manifest, found, expected))
+    return Report("graph only", used, _rows(artifact, found, expected))
 
 
 def _own_weights(artifact: Artifact) -> Literal[False] | None:

@@ -49,9 +49,11 @@ def compare(
     low_precision: bool = False,
     allowance: Mapping[str, Tensor] | None = None,
     later: float = 1.0,
+    mixed: bool = False,
 ) -> list[Row]:
     """A row for every expected tensor. `allowance` widens the tolerance, element by element, where the arithmetic itself
-    magnifies rounding noise (a normalised update of a gradient that is nearly zero); `later`, for all of them."""
+    magnifies rounding noise (a normalised update of a gradient that is nearly zero); `later`, for all of them.
+    `mixed`: float64 tensors may have been computed through float32."""
     by_ending: dict[str, dict[str, Tensor]] = {}  # of optimizer state, exp_avg and exp_avg_sq have scales of their own
     for name, want in expected.items():
         by_ending.setdefault(name.rpartition("/")[2] if kind == "state" else "", {})[name] = want
@@ -72,6 +74,8 @@ def compare(
             rows.append(Row(kind, name, float(wrong), 0.0, wrong == 0, f"{wrong} elements differ" if wrong else ""))
             continue
         tolerance = TOLERANCE.get(want.dtype, 1e-5)
+        if mixed and want.dtype == torch.float64:
+            tolerance = TOLERANCE[torch.float32]
         if low_precision:
             tolerance = max(tolerance, BF16_COMPUTE)
         tolerance = min(tolerance * later, max(tolerance, MOST_LATER))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..artifact.manifest import Manifest
-from ..artifact.reader import read_artifact
+from ..artifact.reader import Artifact
 from ..artifact.structure import flatten
 from ..compiler.build import Compiled, Report, compile_step
 from ..compiler.cache import Cache
@@ -17,7 +17,7 @@ from ..compiler.settle import Verdict
 from ..errors import TileworkError
 from ..plan.options import Options
 from ..step import Step
-from .check import check, random_inputs, repeated
+from .check import beside_module, random_inputs, repeated
 from .sides import run_module
 
 
@@ -41,16 +41,15 @@ def compile(
     return compile_step(step, path, options=options, weights=weights, cache=cache, report=report, judge=judge)
 
 
-def _judge(trial: Path, step: Step) -> Verdict:
-    manifest = read_artifact(trial).manifest
+def _judge(trial: Artifact, step: Step) -> Verdict:
     try:
-        inputs, note = _inputs(manifest, step)
-        run_module(manifest, step, inputs)
+        inputs, note = _inputs(trial.manifest, step)
+        expected = run_module(trial.manifest, step, inputs)
     except TileworkError:
         raise
     except Exception as e:
         return Verdict({}, f"not verified: eager PyTorch raises {type(e).__name__} on the inputs: {str(e)[:200]}", compared=False)
-    report = check(trial, step, inputs=inputs)
+    report = beside_module(trial, step, inputs, expected)
     return Verdict({program: str(row) for program, row in report.wrong().items()}, note)
 
 

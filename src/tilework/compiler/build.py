@@ -6,7 +6,6 @@ import datetime
 import gc
 import hashlib
 import platform
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -30,6 +29,7 @@ from ..artifact.manifest import (
     Weights,
 )
 from ..artifact.manifest import Tensor as TensorEntry
+from ..artifact.reader import Artifact
 from ..artifact.writer import initial_bytes, require_replaceable, write_artifact, write_whole
 from ..capture.capture import StepGraph, capture
 from ..errors import TileworkWarning
@@ -41,7 +41,7 @@ from .cache import Cache, disk_errors
 from .settle import Called, Made, Settled, Settling, Verdict
 
 Report = Callable[[str], None]
-Judge = Callable[[Path], Verdict]  # of an artifact without weights
+Judge = Callable[[Artifact], Verdict]  # of an artifact that is not written yet, without weights
 
 
 @dataclass(frozen=True)
@@ -97,16 +97,21 @@ def compile_step(
             return Made(replace(planned, called=built.called), built)
 
         def judged(made: Made) -> Verdict:
-            nonlocal clock
+            assert judge is not None
             begin = time.perf_counter()
-            with tempfile.TemporaryDirectory(prefix="tilework-") as folder:
-                trial = Path(folder) / path.name
-                manifest = make_manifest(path.stem, made, Weights(where="none"))
-                write_artifact(
-                    trial, manifest, made.plan.programs, _native_members(made.built), _constants(graph, made.plan), None, ""
+            verdict = judge(
+                Artifact(
+                    path=path,
+                    manifest=make_manifest(path.stem, made, Weights(where="none")),
+                    digest="",
+                    members={},
+                    native=_native_members(made.built),
+                    constants=_constants(graph, made.plan),
+                    weights=None,
+                    graphs=made.plan.programs,
+                    report="",
                 )
-                assert judge is not None
-                verdict = judge(trial)
+            )
             seconds["verify"] = round(seconds.get("verify", 0.0) + time.perf_counter() - begin, 3)
             return verdict
 

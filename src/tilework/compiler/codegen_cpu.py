@@ -31,7 +31,7 @@ from ..plan.options import Options
 from . import inductor_fixes, lowerings
 from .calls import program_of_calls, table_of_calls
 from .known import known
-from .memory import families, own_temporaries, plan_temporaries
+from .memory import check_forms, families, own_temporaries, plan_temporaries
 from .to_fx import to_fx
 
 SIMD_BITS = {"x86-64-v3": 256, "x86-64-v4": 512, "baseline": 0}
@@ -142,12 +142,11 @@ def _inductor(module: torch.fx.GraphModule, mode: FakeTensorMode, chosen: dict[s
         return made.filename
 
 
-class NoCode(BugError):
+class NoCode(Exception):
     """Inductor has no code for a program as it is. `operators`: those that it cannot do; none where it does not say which."""
 
     def __init__(self, program: str, operators: Collection[str], why: str) -> None:
-        super().__init__("compile-inductor", f"program {program} could not be turned into C++: {why}",
-                         fix="compile with --device reference to go on, and report this")  # fmt: skip
+        super().__init__(f"program {program} could not be turned into C++: {why}")
         self.program, self.operators = program, tuple(operators)
 
 
@@ -204,6 +203,7 @@ def slim(text: str, graph: Graph, calls: str = "") -> str:
     kernels, checked = _careful(kernels)
     for name in checked:
         body = re.sub(rf"^( *{name}\(.*\);)$", r"\1\n    tilework::check();", body, flags=re.M)
+    check_forms(body)
     own = own_temporaries()
     body, num_temporaries, bytes_needed = plan_temporaries(body, declarations, own)
     kernels = _hoisted(kernels, body)

@@ -1,6 +1,6 @@
 """Operators whose generated code is known to be wrong for some arguments or values, from reports in PyTorch's tracker that our
-own tests repeat (tests/device/test_trackers_*.py). They are called through torch's dispatcher instead. What is wrong for every value
-need not be here: the check of each compile finds that by itself."""
+own tests repeat (tests/device/test_trackers_*.py). They are called through torch's dispatcher instead. What is wrong for every
+value need not be here: the check of each compile finds that by itself."""
 
 from __future__ import annotations
 

@@ -12,6 +12,8 @@ import os
 import re
 from dataclasses import dataclass
 
+from ..errors import BugError
+
 _ARRAY = re.compile(r"static constexpr int64_t (\w+)\[\] = \{([^}]*)\};")
 _ALLOCATION = re.compile(
     r"^ *AtenTensorHandle (\w+)_handle;\n"
@@ -20,7 +22,9 @@ _ALLOCATION = re.compile(
     r" *RAIIAtenTensorHandle \1\(\1_handle\);$",
     re.M,
 )
-_NAMED = re.compile(r"^ *(?:auto|RAIIAtenTensorHandle) (\w+)(?: = |\()(.*)$", re.M)
+_NAMED = re.compile(
+    r"^ *(?:const )?(?:auto|RAIIAtenTensorHandle|AtenTensorHandle|std::array<\w+, \d+>) (\w+)(?:\[\])?(?: = |\(|\{)(.*)$", re.M
+)
 _RETURNED = re.compile(r"^ *AOTI_TORCH_ERROR_CODE_CHECK\((\w+)\((.*), &(\w+)_handle\)\);$", re.M)
 _FRESH = re.compile(r"convolution|attention|_conv|linear|mkldnn")  # library calls whose results are memory of their own
 _BYTES = {"float64": 8, "int64": 8, "complex64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2,
@@ -40,6 +44,35 @@ class Place:
 def own_temporaries() -> bool:
     """Whether every temporary is to be an allocation of its own. Decided when code is generated; part of the cache key."""
     return os.environ.get("TILEWORK_OWN_TEMPORARIES", "0") not in ("", "0")
+
+
+# Every line of a generated body is of one of these forms; lifetimes and shared memory are read from them. A line of another form
+# might hold on to memory in a way that is not known here.
+_FORMS = re.compile(
+    r"|".join(
+        [
+            r"", r"//.*", r"[{}]",
+            r"const tilework::Borrowed& \w+ = workspace\.borrowed\[\d+\];",
+            r"static constexpr int64_t \w+\[\] = \{[^}]*\};", r"static constexpr int64_t \*\w+=nullptr;",
+            r"int64_t \w+ = -?\d+L?;",
+            r"AtenTensorHandle \w+;", r"RAIIAtenTensorHandle \w+\(\w+\);",
+            r"AOTI_TORCH_ERROR_CODE_CHECK\(.*\);", r"aoti_torch_cpu_\w+\(.*\);",
+            r"auto \w+ = (?:wrap_with_raii_handle_if_needed|std::move|reinterpret_tensor_wrapper)\(.*\);"
+            r"(?: \w+\.reset\(\);)?(?:  // .*)?",
+            r"\w+\.reset\(\);", r"\w*cpp_fused_\w+\(.*\);", r"tilework::[\w<>:{}, -]+\(.*\);",
+            r"(?:const )?AtenTensorHandle \w+\[\] = \{.*\};", r"std::array<\w+, \d+> \w+\{.*\};",
+            r"RAIIAtenTensorHandle \w+ = .*;",
+        ]
+    )
+)  # fmt: skip
+
+
+def check_forms(body: str) -> None:
+    """BugError for a line that this version does not know."""
+    for line in body.splitlines():
+        if not _FORMS.fullmatch(line.strip()):
+            raise BugError("compile-wrapper", "the generated code has a line of a form that is not known here",
+                           found=line.strip()[:200], fix="use torch 2.11 to 2.13, and report this")  # fmt: skip
 
 
 def plan_temporaries(body: str, declarations: str, own: bool = False) -> tuple[str, int, int]:

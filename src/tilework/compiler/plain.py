@@ -21,11 +21,16 @@ _DEFINITIONS = {
 }  # fmt: skip
 
 
+_VIEWS = {"aten.view.default", "aten._unsafe_view.default"}  # a kernel may lay its result out otherwise than it was traced
+
+
 def plain(graph: Graph) -> Graph:
     """The same arithmetic in torch's own operators."""
     kinds: dict[str, TensorType] = dict(graph.types)
     nodes: list[Node] = []
     for node in graph.nodes:
+        if node.op in _VIEWS:
+            node = replace(node, op="aten.reshape.default")
         if node.types and node.types[0] is not None:
             kinds[node.name] = node.types[0]
         nodes += _written_out(node, kinds) if node.op in _DEFINITIONS else [node]

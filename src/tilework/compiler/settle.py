@@ -155,5 +155,5 @@ def _failed(verdict: Verdict, what: str) -> BugError:
         f"{what} does not compute what the model computes in eager PyTorch; no artifact was written",
         found=_first(verdict),
         expected="the numbers of eager PyTorch, up to rounding",
-        fix="report this, with the model if you can. verify=False (--no-verify) writes the artifact all the same, to look into it",
+        fix="report this, with the model if you can. verify=False (--no-verify) writes it all the same, to look into it",
     )

@@ -174,9 +174,11 @@ def base_of(node: torch.fx.Node) -> torch.fx.Node:
 
 
 # Results that are complete before anything reads them: whole reductions, library calls, sums by index.
-_COMPLETE = {"mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backward", "sum", "mean", "amax", "amin", "var",
-             "var_mean", "prod", "any", "all", "argmax", "argmin", "index_put", "_unsafe_index_put", "_unsafe_masked_index_put_accumulate",
-             "scatter_add", "scatter_reduce", "sort", "topk", "native_layer_norm", "native_group_norm"}  # fmt: skip
+_COMPLETE = {
+    "mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backward", "sum", "mean", "amax", "amin", "var", "var_mean",
+    "prod", "any", "all", "argmax", "argmin", "index_put", "_unsafe_index_put", "_unsafe_masked_index_put_accumulate",
+    "scatter_add", "scatter_reduce", "sort", "topk", "native_layer_norm", "native_group_norm",
+}  # fmt: skip
 _SAME_PLACES = {"once", "kept", "clone", "_to_copy", "convert_element_type", "alias", "detach"}
 
 

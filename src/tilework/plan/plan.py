@@ -5,7 +5,9 @@ A pure function. A Plan can be printed before anything is built.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..artifact.graph import Graph, TensorType
 from ..capture.capture import StepGraph
@@ -17,6 +19,7 @@ from .layout import channels_last
 from .options import Options
 from .products import products
 from .updates import updates
+from .verify import verify
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,19 @@ class Plan:
         return "\n".join(lines)
 
 
+def _each(change: Callable[[Graph], Graph]) -> Callable[[Mapping[str, Graph]], dict[str, Graph]]:
+    return lambda programs: {program: change(graph) for program, graph in programs.items()}
+
+
+# Passes over all programs, in order.
+CHANGES: dict[str, Callable[[Mapping[str, Graph]], dict[str, Graph]]] = {
+    "small_convolutions": _each(small_convolutions),
+    "products": _each(products),
+    "updates": _each(updates),
+    "channels_last": channels_last,
+}
+
+
 def plan(step: StepGraph, options: Options) -> Plan:
     sections = step.sections
     programs: dict[str, Graph] = {}
@@ -91,12 +107,16 @@ def plan(step: StepGraph, options: Options) -> Plan:
             found="no loss: forward returns no scalar, and no loss function was given",
             expected="loss=... (a function, or the position of the loss among forward's outputs)",
         )
+    seen: dict[Any, Any] = {}
+    for graph in programs.values():
+        verify(graph, "capture", None, seen)
     if options.device == "cpu":
-        for name, change in {"small_convolutions": small_convolutions, "products": products, "updates": updates}.items():
+        for name, change in CHANGES.items():
             if name not in options.disable:
-                programs = {program: change(graph) for program, graph in programs.items()}
-        if "channels_last" not in options.disable:
-            programs = channels_last(programs)
+                changed = change(programs)
+                for program, graph in changed.items():
+                    verify(graph, f"pass {name}", programs[program], seen)
+                programs = changed
     buffers: dict[str, TensorType] = {}
     for graph in programs.values():
         for buffer, kind in graph.types.items():

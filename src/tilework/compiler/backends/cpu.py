@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ... import operators, random
-from ...errors import MachineError
+from ...errors import BugError, MachineError
 from ...plan import aliases
 from ...plan.options import Options
 from ...plan.plan import Plan
@@ -76,7 +76,9 @@ class CpuBackend:
             except codegen_cpu.NoCode as e:
                 before = plan.called.get(e.program, ())
                 if "*" in before:
-                    raise
+                    raise BugError(
+                        "compile-inductor", str(e), fix="compile with --device reference to go on, and report this"
+                    ) from e
                 those = tuple(sorted({*before, *e.operators})) if set(e.operators) - set(before) else ("*",)
                 report(f"{e.program}: {'all operators' if '*' in those else ', '.join(those)} called through torch's dispatcher")
                 plan = replace(plan, called={**plan.called, e.program: those})
