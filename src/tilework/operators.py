@@ -39,7 +39,9 @@ def _(a: Tensor, b: Tensor) -> Tensor:
 @torch.library.custom_op("tilework::updated_by_product", mutates_args=())
 def updated_by_product(weight: Tensor, a: Tensor, b: Tensor, lr: Tensor, decay: Tensor | None) -> Tensor:
     gradient = torch.mm(a, b)
-    return weight - (gradient if decay is None else gradient + weight * decay) * lr
+    if decay is not None:  # an infinite weight without decay is not to become NaN
+        gradient = gradient + torch.where(decay != 0, weight * decay, 0.0)
+    return weight - gradient * lr
 
 
 @updated_by_product.register_fake

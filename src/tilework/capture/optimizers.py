@@ -33,6 +33,12 @@ class Rule:
     update: Update
 
 
+def _decayed(g: Tensor, p: Tensor, h: Tensors) -> Tensor:
+    """g + weight_decay p; g alone without decay, as in torch: an infinite parameter is not to become NaN."""
+    decay = h["weight_decay"]
+    return g + torch.where(decay != 0, p * decay, 0.0)
+
+
 def _sgd(group: dict[str, Any], keep_momentum: bool) -> Rule:
     dampened = group["dampening"] != 0
     with_buffer = group["momentum"] != 0 or keep_momentum
@@ -44,7 +50,7 @@ def _sgd(group: dict[str, Any], keep_momentum: bool) -> Rule:
         hyper["dampening"] = group["dampening"]
 
     def update(p: Tensor, g: Tensor, s: Tensors, h: Tensors, t: Tensor) -> tuple[Tensor, Tensors]:
-        g = (g if sign == 1.0 else -g) + p * h["weight_decay"]
+        g = _decayed(g if sign == 1.0 else -g, p, h)
         if not with_buffer:
             return p - g * h["lr"], {}
         # torch starts the buffer at the first gradient, without dampening
@@ -71,7 +77,7 @@ def _adam(group: dict[str, Any], decoupled: bool) -> Rule:
         if decoupled:
             p = p * h["1-lr*weight_decay"]
         else:
-            g = g + p * h["weight_decay"]
+            g = _decayed(g, p, h)
         m = s["exp_avg"] + (g - s["exp_avg"]) * h["1-beta1"]
         v = s["exp_avg_sq"] * h["beta2"] + (g * g) * h["1-beta2"]
         new = {"exp_avg": m, "exp_avg_sq": v}
@@ -92,7 +98,7 @@ def _rmsprop(group: dict[str, Any], keep_momentum: bool) -> Rule:
         hyper["momentum"] = group["momentum"]
 
     def update(p: Tensor, g: Tensor, s: Tensors, h: Tensors, t: Tensor) -> tuple[Tensor, Tensors]:
-        g = (g if sign == 1.0 else -g) + p * h["weight_decay"]
+        g = _decayed(g if sign == 1.0 else -g, p, h)
         square = s["square_avg"] * h["alpha"] + (g * g) * h["1-alpha"]
         new = {"square_avg": square}
         if centered:
@@ -119,7 +125,8 @@ def _lamb(group: dict[str, Any]) -> Rule:
     def update(p: Tensor, g: Tensor, s: Tensors, h: Tensors, t: Tensor) -> tuple[Tensor, Tensors]:
         m = s["exp_avg"] + (g - s["exp_avg"]) * h["1-beta1"]
         v = s["exp_avg_sq"] * h["beta2"] + (g * g) * h["1-beta2"]
-        direction = (m / h["correction1"]) / (v.sqrt() / h["sqrt_correction2"] + h["eps"]) + p * h["weight_decay"]
+        direction = (m / h["correction1"]) / (v.sqrt() / h["sqrt_correction2"] + h["eps"])
+        direction = _decayed(direction, p, h)
         p_norm, d_norm = p.square().sum().sqrt(), direction.square().sum().sqrt()
         trust = torch.where((p_norm > 0) & (d_norm > 0), p_norm / d_norm, torch.ones_like(p_norm))
         return p - direction * (trust * h["lr"]), {"exp_avg": m, "exp_avg_sq": v}

@@ -104,9 +104,17 @@ def trace(fn: Callable[..., Sequence[Tensor]], args: Sequence[Tensor]) -> Traced
             def interpret(*values: Tensor) -> Any:
                 return torch.fx.Interpreter(module).run(*values)
 
-            functional = make_fx(torch.func.functionalize(interpret, remove="mutations"), tracing_mode="fake")(
-                *[e.detach() for e in example]
-            )
+            try:
+                functional = make_fx(torch.func.functionalize(interpret, remove="mutations"), tracing_mode="fake")(
+                    *[e.detach() for e in example]
+                )
+            except RuntimeError as e:
+                raise UserError(
+                    "capture-overlap",
+                    "the model changes a tensor in place in a way that torch cannot write without changes",
+                    found=str(e).splitlines()[0][:300],
+                    fix="make a copy before (x = x.clone()), or write it with operators that make new tensors",
+                ) from e
     return Traced(functional, closed_over, len(args))
 
 

@@ -115,8 +115,7 @@ def generate(graph: Graph, options: Options, scratch: Path, called: Collection[s
     calls = [n for n in graph.nodes if n.op in called or n.name in never]
     mode = FakeTensorMode(static_shapes=True, shape_env=torch.fx.experimental.symbolic_shapes.ShapeEnv())
     lowerings.register()
-    inductor_fixes.apply()
-    with torch.no_grad(), warnings.catch_warnings(), _inductor_cache(scratch):
+    with torch.no_grad(), warnings.catch_warnings(), _inductor_cache(scratch), inductor_fixes.applied():
         warnings.simplefilter("ignore")
         try:
             files = _inductor(to_fx(graph, mode, calls), mode, settings(options))

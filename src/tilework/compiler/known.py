@@ -30,6 +30,8 @@ def is_known(node: Node, kinds: Mapping[str, TensorType | None]) -> bool:
         return True
     if name in _OVERFLOW:
         return True
+    if name in ("addmm", "baddbmm", "addmv", "addr") and node.kwargs.get("alpha", 1) == 0:  # NaN times 0 is NaN
+        return True
     # The divisor of windows that reach over the edge.
     return name in ("avg_pool2d_backward", "avg_pool3d_backward") and True in node.args[5:6]
 

@@ -23,7 +23,8 @@ from ..plan.options import Options
 _TORCH = Path(torch.__file__).parent
 INCLUDES = [str(_TORCH / "include"), str(_TORCH / "include/torch/csrc/api/include")]
 
-# The numeric flags are Inductor's own: strict IEEE but for contraction-free, trap-free code. -fwrapv: integers wrap.
+# Strict IEEE, contraction-free, trap-free. Not -fno-signed-zeros, which Inductor has: with it g++ 12 takes a vector times 0 for
+# 0 where it is NaN. -fwrapv: integers wrap.
 _FLAGS = [
     "-std=c++20",
     "-fPIC",
@@ -31,7 +32,6 @@ _FLAGS = [
     "-fno-trapping-math",
     "-ffp-contract=off",
     "-fno-math-errno",
-    "-fno-signed-zeros",
     "-fwrapv",
     "-fno-tree-loop-vectorize",
     "-fopenmp",

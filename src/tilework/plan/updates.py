@@ -46,7 +46,10 @@ def _update(made: dict[str, Node], uses: dict[str, int], graph: Graph, buffer: s
     gradient, decay = name_of(scaled.args[0]), None
     total = of(gradient, "aten.add.Tensor")
     if total is not None:
-        decayed = of(name_of(total.args[1]), "aten.mul.Tensor")
+        chosen = made.get(name_of(total.args[1]))  # where(wd != 0, wd w, 0)
+        if chosen is None or chosen.op != "aten.where.self" or uses[chosen.name] != 1:
+            return None
+        decayed = of(name_of(chosen.args[1]), "aten.mul.Tensor")
         if decayed is None or name_of(decayed.args[0]) != buffer or not is_scalar(wd := name_of(decayed.args[1])):
             return None
         gradient, decay = name_of(total.args[0]), Ref(wd)
