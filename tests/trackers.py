@@ -188,7 +188,7 @@ def problems(cases: Sequence[Case], folder: Path) -> list[str]:
 def check_cases(cases: Sequence[Case], folder: Path) -> None:
     refused = cases[0].refused
     if refused is not None:
-        with pytest.raises(tilework.UserError) as e:
+        with pytest.raises(tilework.TileworkError) as e:
             problems(cases, folder)
         assert e.value.id == refused
         return

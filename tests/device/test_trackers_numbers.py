@@ -156,17 +156,6 @@ def sign_of_constant_zero(m) -> Tensor:
 
 
 @case(
-    194347,
-    "the smaller of two zeros, where its sign can be seen",
-    group="sign of zero",
-    inputs={"x": torch.full((20,), -0.0), "y": torch.zeros(20)},
-)
-def smaller_zero(m) -> tuple[Tensor, ...]:
-    one = torch.ones(20)
-    return torch.copysign(one, torch.minimum(m.x, m.y)), torch.copysign(one, -m.y), torch.copysign(one, m.x * 2)
-
-
-@case(
     143648,
     "polygamma, digamma and others of their kind",
     group="constants",

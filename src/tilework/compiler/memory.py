@@ -12,8 +12,6 @@ import os
 import re
 from dataclasses import dataclass
 
-from ..errors import BugError
-
 _ARRAY = re.compile(r"static constexpr int64_t (\w+)\[\] = \{([^}]*)\};")
 _ALLOCATION = re.compile(
     r"^ *AtenTensorHandle (\w+)_handle;\n"
@@ -56,7 +54,7 @@ _FORMS = re.compile(
             r"static constexpr int64_t \w+\[\] = \{[^}]*\};", r"static constexpr int64_t \*\w+=nullptr;",
             r"int64_t \w+ = -?\d+L?;",
             r"AtenTensorHandle \w+;", r"RAIIAtenTensorHandle \w+\(\w+\);",
-            r"AOTI_TORCH_ERROR_CODE_CHECK\(.*\);", r"aoti_torch_cpu_\w+\(.*\);",
+            r"AOTI_TORCH_ERROR_CODE_CHECK\(.*\);",
             r"auto \w+ = (?:wrap_with_raii_handle_if_needed|std::move|reinterpret_tensor_wrapper)\(.*\);"
             r"(?: \w+\.reset\(\);)?(?:  // .*)?",
             r"\w+\.reset\(\);", r"\w*cpp_fused_\w+\(.*\);", r"tilework::[\w<>:{}, -]+\(.*\);",
@@ -67,12 +65,9 @@ _FORMS = re.compile(
 )  # fmt: skip
 
 
-def check_forms(body: str) -> None:
-    """BugError for a line that this version does not know."""
-    for line in body.splitlines():
-        if not _FORMS.fullmatch(line.strip()):
-            raise BugError("compile-wrapper", "the generated code has a line of a form that is not known here",
-                           found=line.strip()[:200], fix="use torch 2.11 to 2.13, and report this")  # fmt: skip
+def unknown_form(body: str) -> str | None:
+    """The first line that is of no known form."""
+    return next((line.strip() for line in body.splitlines() if not _FORMS.fullmatch(line.strip())), None)
 
 
 def plan_temporaries(body: str, declarations: str, own: bool = False) -> tuple[str, int, int]:

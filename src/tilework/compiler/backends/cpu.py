@@ -8,6 +8,7 @@ import json
 import platform
 import shlex
 import threading
+import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 
 from ... import operators, random
-from ...errors import BugError, MachineError
+from ...errors import BugError, MachineError, TileworkWarning
 from ...plan import aliases
 from ...plan.options import Options
 from ...plan.plan import Plan
@@ -80,6 +81,9 @@ class CpuBackend:
                         "compile-inductor", str(e), fix="compile with --device reference to go on, and report this"
                     ) from e
                 those = tuple(sorted({*before, *e.operators})) if set(e.operators) - set(before) else ("*",)
+                if "*" in those:
+                    text = f"{name}, program {e.program}: all operators are called one by one, at eager's speed"
+                    warnings.warn(f"{text} ({e})", TileworkWarning, stacklevel=2)
                 report(f"{e.program}: {'all operators' if '*' in those else ', '.join(those)} called through torch's dispatcher")
                 plan = replace(plan, called={**plan.called, e.program: those})
 
