@@ -24,7 +24,7 @@ from .partition import label_sections, partition
 from .pooling import pooling
 from .probe import Probe, evaluate, preserved, run_probe
 from .rewrites import captured
-from .trace import keep_backward_sources, to_graph, trace
+from .trace import gradients, keep_backward_sources, to_graph, trace
 from .watch import Findings, WatchOperators
 
 
@@ -237,9 +237,7 @@ class _Capture:
                 keep_backward_sources([outputs[i] for i in sources])
                 seeds = list(args[n + 1 + num_p :]) or [torch.ones_like(outputs[i]) for i in sources]
                 leaves = [self.last_leaves[i] for i in wanted_inputs]
-                grads = torch.autograd.grad(
-                    [outputs[i] for i in sources], [*trainable, *leaves], grad_outputs=seeds, allow_unused=True
-                )
+                grads = gradients([outputs[i] for i in sources], [*trainable, *leaves], seeds)
             new = self._replaced_buffers()
             replaced[:] = [k for k, _ in new]
             return [*(o.detach() for o in outputs), *(b.detach() for _, b in new), *grads]

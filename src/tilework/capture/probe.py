@@ -24,6 +24,7 @@ from ..step import Step
 from .rewrites import captured
 from .snapshot import Change, Snapshot
 from .source import line_text, short, user_line_of_exception
+from .trace import gradients
 from .watch import STATE, UNSTEADY, Findings, Line, WatchFunctions, WatchOperators, WatchPython
 
 
@@ -172,8 +173,7 @@ def _watched(
             trainable = _leaves(step, outputs)
             sources = [o for o in outputs if o.requires_grad]
             if sources and trainable:
-                seeds = [torch.ones_like(o) for o in sources]
-                torch.autograd.grad(sources, list(trainable.values()), grad_outputs=seeds, allow_unused=True)
+                gradients(sources, list(trainable.values()), [torch.ones_like(o) for o in sources])
     return _Run(
         outputs, structure, random.sites, trainable, operators.log, python.assigned, operators.line, Snapshot(step.modules),
         operators.changing,

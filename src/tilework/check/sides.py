@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
 
 from ..artifact.manifest import Manifest, is_dropout
 from ..artifact.structure import flatten, names, unflatten
@@ -93,7 +94,7 @@ def run_module(manifest: Manifest, step: Step, inputs: list[Tensor]) -> Results:
     trains = any(s in p.sections for p in manifest.programs.values() for s in ("fwd", "bwd"))
     with restored(step):
         if "infer" in manifest.programs:
-            with restored(step, values=False):
+            with restored(step, optimizers=False):
                 found["infer"] = {"output": _infer(step, _one_batch(manifest, inputs))}
         if trains:
             found["fused"] = found["sections"] = _train(manifest, step, inputs, 0)
@@ -124,7 +125,9 @@ def _train(manifest: Manifest, step: Step, inputs: list[Tensor], number: int) ->
             sources = sources or [o for o in outputs if o.requires_grad]
             scale = 1.0 / num_micro if manifest.accumulate == "mean" else 1.0
             if sources:
-                torch.autograd.backward(sources, [torch.full_like(s, scale) for s in sources])
+                seeds = tuple(torch.full_like(s, scale) for s in sources)
+                # torch.autograd.backward by another name, which modes over torch's functions do not intercept (capture/trace.py)
+                _engine_run_backward(tuple(sources), seeds, False, False, (), allow_unreachable=True, accumulate_grad=True)
         collected.append([o.detach().clone() for o in outputs])
     gradients = {k: p.grad.detach().clone() for k, p in params.items() if p.grad is not None}
     for argument, leaf in zip(manifest.inputs, leaves, strict=True):
@@ -214,17 +217,14 @@ def _leaves(manifest: Manifest, step: Step, inputs: list[Tensor], micro: int, nu
 
 
 @contextmanager
-def restored(step: Step, *, values: bool = True) -> Iterator[None]:
-    """The user's objects, put back whatever happens: what modules hold in Python, parameters, buffers, gradients, optimizer
-    state. values=False: only what inference could change."""
+def restored(step: Step, *, optimizers: bool = True) -> Iterator[None]:
+    """The user's objects, put back whatever happens: what modules hold in Python, parameters, buffers, gradients, and the state
+    of optimizers."""
     snapshot = Snapshot(step.modules)
     tensors = list(host(step).values())
-    if values:
-        tensors += [p for o in step.optimizers for g in o.param_groups for p in g["params"] if all(p is not t for t in tensors)]
-    else:
-        tensors = [b for _, root in step.modules for b in root.buffers()]
+    tensors += [p for o in step.optimizers for g in o.param_groups for p in g["params"] if all(p is not t for t in tensors)]
     kept = [(t, t.detach().clone(), t.grad) for t in tensors]
-    states = [copy.deepcopy(o.state_dict()) for o in step.optimizers] if values else []
+    states = [copy.deepcopy(o.state_dict()) for o in step.optimizers] if optimizers else []
     try:
         yield
     finally:

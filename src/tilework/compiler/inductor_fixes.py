@@ -15,8 +15,8 @@ def applied() -> Iterator[None]:
     from torch._inductor.fx_passes import post_grad
 
     with (
-        # Sums by index (gradients of indexing, gathering, resampling) are calls of torch's own kernels, never loops. In loops over
-        # tiles of two dimensions Inductor shifts the index by the inner loop's variable twice: numbers land elsewhere, also
+        # Sums by index (gradients of indexing, gathering, resampling) are calls of torch's own kernels, never loops. In loops
+        # over tiles of two dimensions Inductor shifts the index by the inner loop's variable twice: numbers land elsewhere, also
         # beyond the end of the tensor. And loops that read such a sum may come before all of it has arrived.
         # (torch 2.11 to 2.13; reports 191571, 100794, 160391)
         patch.object(lowering, "needs_fallback_due_to_atomic_add_limitations", lambda dtype: True),

@@ -70,7 +70,8 @@ def _written_out(node: Node, kinds: dict[str, TensorType]) -> list[Node]:
             names[fx_node] = f"{node.name}.{fx_node.name}"
             op = "getitem" if "getitem" in str(fx_node.target) else str(fx_node.target)
             values = fx_node.meta["val"]
-            types = tuple(TensorType.of(v) for v in (values if isinstance(values, (tuple, list)) else [values]))
+            several = values if isinstance(values, (tuple, list)) else [values]
+            types = tuple(TensorType.of(v) if isinstance(v, torch.Tensor) else None for v in several)
             made.append(replace(node, name=names[fx_node], op=op, args=value(fx_node.args), types=types,
                                 kwargs={k: value(v) for k, v in fx_node.kwargs.items()}))  # fmt: skip
     return made
