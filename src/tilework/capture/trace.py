@@ -119,8 +119,8 @@ def trace(fn: Callable[..., Sequence[Tensor]], args: Sequence[Tensor]) -> Traced
 
 
 def gradients(outputs: Sequence[Tensor], inputs: Sequence[Tensor], seeds: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    """torch.autograd.grad with allow_unused. Called by that name it would be intercepted by modes over torch's functions, which are
-    off inside what they intercept: parts of the model that run again in the backward pass would not be seen."""
+    """torch.autograd.grad with allow_unused. Called by that name it would be intercepted by modes over torch's functions, which
+    are off inside what they intercept: parts of the model that run again in the backward pass would not be seen."""
     from torch.autograd.graph import _engine_run_backward
 
     return _engine_run_backward(tuple(outputs), tuple(seeds), False, False, tuple(inputs), True, accumulate_grad=False)

@@ -69,7 +69,7 @@ def _written_out(node: Node, kinds: dict[str, TensorType]) -> list[Node]:
         else:
             names[fx_node] = f"{node.name}.{fx_node.name}"
             op = "getitem" if "getitem" in str(fx_node.target) else str(fx_node.target)
-            values = fx_node.meta["val"]
+            values = fx_node.meta.get("val")
             several = values if isinstance(values, (tuple, list)) else [values]
             types = tuple(TensorType.of(v) if isinstance(v, torch.Tensor) else None for v in several)
             made.append(replace(node, name=names[fx_node], op=op, args=value(fx_node.args), types=types,
