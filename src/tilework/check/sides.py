@@ -7,7 +7,7 @@ one by one. Random numbers of the module are those of the artifact, injected fro
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.autograd.graph import _engine_run_backward
 from ..artifact.manifest import Manifest, is_dropout
 from ..artifact.structure import flatten, names, unflatten
 from ..capture.snapshot import Snapshot
+from ..errors import MachineError
 from ..random import next_seed, seeded
 from ..runtime.devices import inference_base
 from ..runtime.session import Session
@@ -33,8 +34,9 @@ Results = dict[str, dict[str, Tensors]]  # way -> kind (output, gradient, parame
 # ---- the artifact's side ----
 
 
-def run_artifact(session: Session, inputs: list[Tensor]) -> Results:
-    """Every way that the artifact can run, each from the weights that the session has now."""
+def run_artifact(session: Session, inputs: list[Tensor], failed: dict[str, str] | None = None) -> Results:
+    """Every way that the artifact can run, each from the weights that the session has now. Native code that fails goes into
+    `failed`, by program, where that is given."""
     manifest, found = session.manifest, Results()
     start = session.tensors()
 
@@ -42,28 +44,47 @@ def run_artifact(session: Session, inputs: list[Tensor]) -> Results:
         session.load_tensors(start)
         session.seed(SEED)
 
+    def attempt(way: Callable[[Session, list[Tensor], Results], None], program: Callable[[], str]) -> None:
+        again()
+        try:
+            way(session, inputs, found)
+        except MachineError as e:
+            if failed is None or e.id != "native-run":
+                raise
+            failed[program()] = e.summary
+
     if "infer" in manifest.programs:
-        leaves, _ = flatten(session.infer(*_one_batch(manifest, inputs)))
-        found["infer"] = {"output": dict(zip([a.name for a in manifest.infer_outputs], leaves, strict=True))}
+        attempt(_run_inference, lambda: "infer")
     if session.fused is not None and manifest.losses:
-        again()
-        found["fused"] = {"output": _named_outputs(session, session.run(*inputs))}
-        if session.fused == "accumulate":
-            found["fused"]["gradient"] = session.gradients()
-        found["fused"] |= _state(session)
-        found["again"] = {"output": _named_outputs(session, session.run(*inputs)), **_state(session)}
+        attempt(_run_fused, lambda: str(session.fused))
     if "fwd" in manifest.programs and manifest.num_micro_batches == 1:
-        again()
-        found["sections"] = {"output": _named_outputs(session, session.run(*inputs, sections=["fwd"]))}
-        if "bwd" in session.training_sections:
-            outputs = found["sections"]["output"]
-            ones = {k: torch.ones_like(t) for k, t in outputs.items() if f"outgrad/{k}" in session.buffers}
-            session.run(sections=["bwd"], out_grads=None if manifest.losses else ones)
-            found["sections"]["gradient"] = session.gradients()
-        if "opt" in session.training_sections:
-            session.run(sections=["opt"])
-        found["sections"] |= _state(session)
+        attempt(_run_sections, lambda: ("fwd", "bwd", "opt")[min(len(found.pop("sections", {})), 2)])
     return found
+
+
+def _run_inference(session: Session, inputs: list[Tensor], found: Results) -> None:
+    leaves, _ = flatten(session.infer(*_one_batch(session.manifest, inputs)))
+    found["infer"] = {"output": dict(zip([a.name for a in session.manifest.infer_outputs], leaves, strict=True))}
+
+
+def _run_fused(session: Session, inputs: list[Tensor], found: Results) -> None:
+    found["fused"] = {"output": _named_outputs(session, session.run(*inputs))}
+    if session.fused == "accumulate":
+        found["fused"]["gradient"] = session.gradients()
+    found["fused"] |= _state(session)
+    found["again"] = {"output": _named_outputs(session, session.run(*inputs)), **_state(session)}
+
+
+def _run_sections(session: Session, inputs: list[Tensor], found: Results) -> None:
+    made = found["sections"] = {}
+    made["output"] = _named_outputs(session, session.run(*inputs, sections=["fwd"]))
+    if "bwd" in session.training_sections:
+        ones = {k: torch.ones_like(t) for k, t in made["output"].items() if f"outgrad/{k}" in session.buffers}
+        session.run(sections=["bwd"], out_grads=None if session.manifest.losses else ones)
+        made["gradient"] = session.gradients()
+    if "opt" in session.training_sections:
+        session.run(sections=["opt"])
+    made |= _state(session)
 
 
 def _state(session: Session) -> dict[str, Tensors]:

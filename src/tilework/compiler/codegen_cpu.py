@@ -142,10 +142,10 @@ def _inductor(module: torch.fx.GraphModule, mode: FakeTensorMode, chosen: dict[s
 
 
 class NoCode(Exception):
-    """Inductor has no code for a program as it is. `operators`: those that it cannot do; none where it does not say which."""
+    """There is no native code for a program as it is. `operators`: those that Inductor cannot do; none where it does not say."""
 
     def __init__(self, program: str, operators: Collection[str], why: str) -> None:
-        super().__init__(f"program {program} could not be turned into C++: {why}")
+        super().__init__(f"program {program} could not be turned into native code: {why}")
         self.program, self.operators = program, tuple(operators)
 
 

@@ -52,7 +52,7 @@ _FORMS = re.compile(
             r"", r"//.*", r"[{}]",
             r"const tilework::Borrowed& \w+ = workspace\.borrowed\[\d+\];",
             r"static constexpr int64_t \w+\[\] = \{[^}]*\};", r"static constexpr int64_t \*\w+=nullptr;",
-            r"int64_t \w+ = -?\d+L?;",
+            r"(?:int32_t|int64_t|double|bool) \w+ = [\w.+-]+;",
             r"AtenTensorHandle \w+;", r"RAIIAtenTensorHandle \w+\(\w+\);",
             r"AOTI_TORCH_ERROR_CODE_CHECK\(.*\);",
             r"auto \w+ = (?:wrap_with_raii_handle_if_needed|std::move|reinterpret_tensor_wrapper)\(.*\);"

@@ -150,7 +150,13 @@ class CpuBackend:
                 generate(generated)
             for library, future in futures.items():
                 report(f"compiling {library}")
-                found[library] = future.result()
+                try:
+                    found[library] = future.result()
+                except BugError as e:  # g++ refuses what Inductor wrote
+                    left = [p for p in libraries[library] if "*" not in plan.called.get(p, ())]
+                    if not left:
+                        raise
+                    raise codegen_cpu.NoCode(left[0], (), e.found) from e
             driver_code = driver.result().code
         return Built(
             libraries={library: found[library].code for library in libraries},
