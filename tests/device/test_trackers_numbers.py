@@ -266,7 +266,12 @@ def double_constants(m) -> tuple[Tensor, ...]:
 @case(185337, "rounded to half precision and back", group="halves", exact=True, rtol=1e-6, inputs={"x": (5, 4)})
 def rounded_to_half(m) -> tuple[Tensor, ...]:
     y, z = m.x.half().float(), m.x.bfloat16().float()
-    return y, y.sum(1), z, (m.x.bfloat16() * 3 + 1).float(), m.x.bfloat16().sum(1).float(), (z - m.x).abs()
+    return y, y.sum(1), z, (z - m.x).abs()
+
+
+@case(185337, "arithmetic in bfloat16, which may keep more digits in between", group="halves", rtol=1e-2, inputs={"x": (5, 4)})
+def computed_in_half(m) -> tuple[Tensor, ...]:
+    return (m.x.bfloat16() * 3 + 1).float(), m.x.bfloat16().sum(1).float()
 
 
 @case(

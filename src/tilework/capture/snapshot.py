@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -98,8 +98,9 @@ class Snapshot:
                 for own, child in value.named_modules():
                     self._module(f"{path}.{own}" if own else path, child)
             elif isinstance(value, dict):
-                if self._hold(path, module, name, value, dict(value), _put_dict):
-                    inside = ((f"{path}[{k!r}]", v) for k, v in value.items())
+                contents = _entries(value)
+                if self._hold(path, module, name, value, contents, _put_dict):
+                    inside = ((f"{path}[{k!r}]", v) for k, v in contents.items())
             elif isinstance(value, (list, deque)):
                 if self._hold(path, module, name, value, list(value), _put_list):
                     inside = ((f"{path}[{i}]", v) for i, v in enumerate(value))
@@ -193,10 +194,21 @@ def _as_it_was(now: Iterable[Any], before: Iterable[Any]) -> bool:
     return [id(v) for v in now] == [id(v) for v in before]
 
 
+def _plain(thing: dict) -> type[dict]:
+    """Whose methods are used on it: not a subclass's own, which may do anything."""
+    return OrderedDict if isinstance(thing, OrderedDict) else dict
+
+
+def _entries(thing: dict) -> dict:
+    return {k: dict.__getitem__(thing, k) for k in _plain(thing).__iter__(thing)}
+
+
 def _put_dict(thing: dict, contents: dict) -> None:
-    if not (_as_it_was(thing, contents) and _as_it_was(thing.values(), contents.values())):
-        thing.clear()
-        thing.update(contents)
+    now, own = _entries(thing), _plain(thing)
+    if not (_as_it_was(now, contents) and _as_it_was(now.values(), contents.values())):
+        own.clear(thing)
+        for k, v in contents.items():
+            own.__setitem__(thing, k, v)
 
 
 def _put_some(thing: dict, contents: dict) -> None:

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..artifact.graph import Graph, Node, TensorType, name_of
+import torch
+
+from ..artifact.graph import DTYPES, Graph, Node, TensorType, name_of
 
 _SMALL = {"uint8", "int8", "bool", "int16", "uint16"}
 _FLOAT = {"float32", "float64", "bfloat16", "float16"}
@@ -40,4 +42,18 @@ def known(graph: Graph) -> list[str]:
     """Names of the graph's nodes that must be called."""
     kinds: dict[str, TensorType | None] = dict(graph.types)
     kinds |= {n.name: n.types[0] if n.types else None for n in graph.nodes}
-    return [n.name for n in graph.nodes if is_known(n, kinds)]
+    found = [n.name for n in graph.nodes if is_known(n, kinds)]
+    return found + (_rounding(graph, kinds) if torch.__version__ < "2.13" else [])
+
+
+def _rounding(graph: Graph, kinds: Mapping[str, TensorType | None]) -> list[str]:
+    """Conversions to 16 bits that are converted back: they round, which Inductor took for needless before torch 2.13, whatever
+    it was told (report 185337)."""
+
+    def width(name: str) -> int:
+        kind = kinds.get(name)
+        return DTYPES[kind.dtype].itemsize if kind is not None and kind.dtype in _FLOAT else 0
+
+    casts = {n.name: n.refs()[0] for n in graph.nodes if n.op == "aten._to_copy.default"}
+    back = {source for name, source in casts.items() if width(name) > 2}
+    return [name for name, source in casts.items() if name in back and width(name) == 2 and width(source) > 2]

@@ -180,7 +180,7 @@ _COMPLETE = {
     "scatter_add", "scatter_reduce", "sort", "topk", "native_layer_norm", "native_group_norm",
 }  # fmt: skip
 _BY_ELEMENT = {"where", "add", "sub", "mul", "div", "neg", "sqrt", "maximum", "minimum"}  # whatever tags a version of torch gives
-_SAME_PLACES = {"once", "kept", "clone", "_to_copy", "convert_element_type", "alias", "detach"}
+_SAME_PLACES = {"once", "kept", "clone", "copy", "_to_copy", "convert_element_type", "alias", "detach"}
 
 
 def _reads_elsewhere(value: torch.fx.Node, target: torch.fx.Node) -> bool:
@@ -221,8 +221,6 @@ def _compute_once(graph: torch.fx.Graph, kept: Collection[str]) -> None:
     for node in graph.nodes:
         if node.target is aten.copy_.default and node.args[0].name in kept and node.meta["val"].is_floating_point():
             found[base_of(node.args[1])] = None
-        if _rounds(node):
-            found[node] = None
         if node.target in _COMPARISONS and all(isinstance(a, torch.fx.Node) for a in node.args[:2]):
             found |= dict.fromkeys(base_of(a) for a in node.args[:2] if a.meta["val"].is_floating_point())
     for base in found:
@@ -232,21 +230,6 @@ def _compute_once(graph: torch.fx.Graph, kept: Collection[str]) -> None:
             once.meta.update(base.meta)
             once.meta["original_aten"] = once.target
             base.replace_all_uses_with(once, delete_user_cb=lambda user, once=once: user is not once)  # type: ignore[misc]
-
-
-_CONVERSIONS = {torch.ops.prims.convert_element_type.default, aten._to_copy.default}
-
-
-def _rounds(node: torch.fx.Node) -> bool:
-    """A conversion to 16 bits that is converted back: it rounds, which some versions of Inductor take for needless."""
-    if node.target not in _CONVERSIONS or _width(node) != 2:
-        return False
-    return any(user.target in _CONVERSIONS and (_width(user) or 0) > 2 for user in node.users)
-
-
-def _width(node: torch.fx.Node) -> int | None:
-    value = node.meta.get("val")
-    return value.dtype.itemsize if isinstance(value, torch.Tensor) and value.is_floating_point() else None
 
 
 def verify_order(graph: torch.fx.Graph, name: str) -> None:
