@@ -138,7 +138,7 @@ class _Capture:
                 if with_sections or not losses:
                     any_outgrads = self._joint(with_outgrads=True)
                     sections["fwd"], sections["bwd"] = partition(any_outgrads)
-                    joint = from_losses(any_outgrads, losses) if losses else None
+                    joint = from_losses(any_outgrads, losses, self._scale) if losses else None
                 if losses:
                     sections["joint"] = label_sections(joint or self._joint(with_outgrads=False))
                 if self.groups:
@@ -219,6 +219,11 @@ class _Capture:
         now = {f"{p}{k}": b for p, root in self.step.modules for k, b in root.named_buffers(remove_duplicate=False)}
         return [(k, now[k]) for k, b in self.probe.buffers.items() if k in now and now[k] is not b]
 
+    @property
+    def _scale(self) -> float:
+        """What gradients begin with at the losses: the mean over micro-batches, as if each loss were divided by their number."""
+        return 1.0 / self.step.num_micro_batches if self.step.accumulate == "mean" else 1.0
+
     def _joint(self, *, with_outgrads: bool) -> Graph:
         """Forward and backward in one trace: from the losses, or from a gradient given for every output."""
         probe, n, num_p = self.probe, len(self.flat), len(self.probe.sites)
@@ -235,7 +240,7 @@ class _Capture:
             with captured(), seeded(args[n], args[n + 1 : n + 1 + num_p]):
                 outputs, _ = evaluate(self.step, inputs, targets)
                 keep_backward_sources([outputs[i] for i in sources])
-                seeds = list(args[n + 1 + num_p :]) or [torch.ones_like(outputs[i]) for i in sources]
+                seeds = list(args[n + 1 + num_p :]) or [torch.full_like(outputs[i], self._scale) for i in sources]
                 leaves = [self.last_leaves[i] for i in wanted_inputs]
                 grads = gradients([outputs[i] for i in sources], [*trainable, *leaves], seeds)
             new = self._replaced_buffers()

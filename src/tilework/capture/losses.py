@@ -18,8 +18,8 @@ _ZERO_TO_ZERO = {"t", "transpose", "permute", "view", "_unsafe_view", "reshape",
                  "sum", "mean", "getitem", "slice_scatter", "tanh_backward", "max_pool_grad"}  # fmt: skip
 
 
-def from_losses(joint: Graph, losses: Sequence[str]) -> Graph | None:
-    """None: not certain for this graph; it has to be traced."""
+def from_losses(joint: Graph, losses: Sequence[str], scale: float = 1.0) -> Graph | None:
+    """Gradients begin with `scale` at the losses. None: not certain for this graph; it has to be traced."""
     given = [r for r in joint.reads if r.startswith("outgrad/")]
     absent = {g for g in given if g.removeprefix("outgrad/") not in losses}
     values = dict(joint.writes)
@@ -33,7 +33,7 @@ def from_losses(joint: Graph, losses: Sequence[str]) -> Graph | None:
             rename[f"outgrad/{loss}"] = seeds[source].name
             continue
         rename[f"outgrad/{loss}"] = seed
-        seeds[source] = Node(seed, "aten.ones_like.default", (Ref(source),), {"pin_memory": False},
+        seeds[source] = Node(seed, "aten.full_like.default", (Ref(source), scale), {"pin_memory": False},
                              (joint.types[f"outgrad/{loss}"],))  # fmt: skip
     tainted = set(given)  # what depends on any gradient
     kinds = {**joint.types, **{n.name: n.types[0] for n in joint.nodes}}

@@ -39,7 +39,7 @@ def join(name: str, graphs: Sequence[Graph], keep: Callable[[str], bool]) -> Gra
     return joined
 
 
-def accumulate(joint: Graph, num_micro_batches: int, how: str) -> Graph:
+def accumulate(joint: Graph) -> Graph:
     """The joint graph, but gradients are added to what their buffers hold. The runtime zeroes them before each step."""
     nodes, writes = list(joint.nodes), []
     reads = list(joint.reads)
@@ -49,10 +49,6 @@ def accumulate(joint: Graph, num_micro_batches: int, how: str) -> Graph:
             writes.append((buffer, value))
             continue
         kind = (types[buffer],)
-        if how == "mean" and num_micro_batches > 1:
-            scaled = f"{value}_scaled_{len(nodes)}"
-            nodes.append(Node(scaled, "aten.mul.Tensor", (Ref(value), 1.0 / num_micro_batches), {}, kind, section="bwd"))
-            value = scaled
         total = f"{value}_total_{len(nodes)}"
         reads.append(buffer)
         nodes.append(Node(total, "aten.add.Tensor", (Ref(buffer), Ref(value)), {}, kind, section="bwd"))

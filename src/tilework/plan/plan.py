@@ -84,7 +84,7 @@ def plan(step: StepGraph, options: Options) -> Plan:
     split = micro > 1 or ("join" in options.disable and "opt" in sections)  # the update is a program of its own
     if "joint" in sections and (fuse or micro > 1):
         if split:
-            add("accumulate", accumulate(sections["joint"], micro, step.accumulate), "fwd", "bwd")
+            add("accumulate", accumulate(sections["joint"]), "fwd", "bwd")
         elif "opt" in sections:
 
             def keep(buffer: str) -> bool:
