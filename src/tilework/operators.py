@@ -33,26 +33,23 @@ def _(a: Tensor, b: Tensor) -> Tensor:
     return a.new_empty((a.shape[0], a.shape[1], b.shape[2]))
 
 
-# A weight after a step of plain SGD whose gradient is a product; `decay` may be None.
+# A weight after a step of plain SGD whose gradient is a product; keep = 1 - lr decay.
 
 
 @torch.library.custom_op("tilework::updated_by_product", mutates_args=())
-def updated_by_product(weight: Tensor, a: Tensor, b: Tensor, lr: Tensor, decay: Tensor | None) -> Tensor:
-    gradient = torch.mm(a, b)
-    if decay is not None:  # an infinite weight without decay is not to become NaN
-        gradient = gradient + torch.where(decay != 0, weight * decay, 0.0)
-    return weight - gradient * lr
+def updated_by_product(weight: Tensor, a: Tensor, b: Tensor, lr: Tensor, keep: Tensor) -> Tensor:
+    return weight * keep - torch.mm(a, b) * lr
 
 
 @updated_by_product.register_fake
-def _(weight: Tensor, a: Tensor, b: Tensor, lr: Tensor, decay: Tensor | None) -> Tensor:
+def _(weight: Tensor, a: Tensor, b: Tensor, lr: Tensor, keep: Tensor) -> Tensor:
     return torch.empty_like(weight)
 
 
 @torch.library.custom_op("tilework::update_by_product", mutates_args=("weight",))
-def update_by_product(weight: Tensor, a: Tensor, b: Tensor, lr: Tensor, decay: Tensor | None) -> None:
+def update_by_product(weight: Tensor, a: Tensor, b: Tensor, lr: Tensor, keep: Tensor) -> None:
     """The same in place: what the native code does."""
-    weight.copy_(updated_by_product(weight, a, b, lr, decay))
+    weight.copy_(updated_by_product(weight, a, b, lr, keep))
 
 
 # Values that native code must not compute twice, or not later than here.

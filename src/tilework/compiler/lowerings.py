@@ -207,10 +207,10 @@ def register() -> None:
         return call("product", [m, n], [x, y], m, k, n, *a_at, a_turned, *b_at, b_turned)
 
     @register_lowering(tilework.update_by_product.default, type_promotion_kind=None)
-    def update_by_product(weight: Any, a: Any, b: Any, lr: Any, decay: Any) -> None:
+    def update_by_product(weight: Any, a: Any, b: Any, lr: Any, keep: Any) -> None:
         (m, k), (_, n) = sizes(a), sizes(b)
         (x, a_at, a_turned), (y, b_at, b_turned) = matrix(a), matrix(b)
-        scalars = [ExternKernel.realize_input(s) for s in (lr, decay) if s is not None]
+        scalars = [ExternKernel.realize_input(s) for s in (lr, keep)]
         numbers = [m, k, n, *a_at, a_turned, *b_at, b_turned]
         NativeUpdate("update_by_product", weight, [x, y, *scalars], [str(c).lower() for c in numbers])
 

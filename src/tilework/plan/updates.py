@@ -1,5 +1,6 @@
-"""updates: a pass, on by default. Where a weight's gradient is one matrix product and the update is plain SGD, the product
-is added to the weight as it is made (BLAS: w = (1 - lr wd) w - lr a b), and the gradient is never written to memory."""
+"""updates: a pass, on by default. Where a weight's gradient is one matrix product and the update is plain SGD, the product is
+added to the weight as it is made (BLAS: w = keep w - lr a b, with keep = 1 - lr wd), and the gradient is never written to
+memory."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def updates(graph: Graph) -> Graph:
 
 
 def _update(made: dict[str, Node], uses: dict[str, int], graph: Graph, buffer: str, value: str) -> Node | None:
-    """w - lr (g + wd w), or w - lr g, with g a product of two matrices that nobody else uses."""
+    """w keep - g lr, with g a product of two matrices that nobody else uses."""
 
     def of(name: str, op: str) -> Node | None:
         node = made.get(name)
@@ -38,22 +39,14 @@ def _update(made: dict[str, Node], uses: dict[str, int], graph: Graph, buffer: s
         return name in made and made[name].types[0] is not None and not made[name].types[0].shape  # type: ignore[union-attr]
 
     kind, new = graph.types[buffer], of(value, "aten.sub.Tensor")
-    if new is None or name_of(new.args[0]) != buffer or kind != kind.as_dense() or kind.dtype != "float32":
+    if new is None or kind != kind.as_dense() or kind.dtype != "float32":
         return None
-    scaled = of(name_of(new.args[1]), "aten.mul.Tensor")
+    kept, scaled = (of(name_of(a), "aten.mul.Tensor") for a in new.args)
+    if kept is None or name_of(kept.args[0]) != buffer or not is_scalar(keep := name_of(kept.args[1])):
+        return None
     if scaled is None or not is_scalar(lr := name_of(scaled.args[1])):
         return None
-    gradient, decay = name_of(scaled.args[0]), None
-    total = of(gradient, "aten.add.Tensor")
-    if total is not None:
-        chosen = made.get(name_of(total.args[1]))  # where(wd != 0, wd w, 0)
-        if chosen is None or chosen.op != "aten.where.self" or uses[chosen.name] != 1:
-            return None
-        decayed = of(name_of(chosen.args[1]), "aten.mul.Tensor")
-        if decayed is None or name_of(decayed.args[0]) != buffer or not is_scalar(wd := name_of(decayed.args[1])):
-            return None
-        gradient, decay = name_of(total.args[0]), Ref(wd)
-    turned = False
+    gradient, turned = name_of(scaled.args[0]), False
     while (node := made.get(gradient)) is not None and node.op == "aten.t.default" and uses[gradient] == 1:
         gradient, turned = name_of(node.args[0]), not turned
     found = of(gradient, "tilework.product.default")
@@ -62,7 +55,7 @@ def _update(made: dict[str, Node], uses: dict[str, int], graph: Graph, buffer: s
     # The weight changes while others wait for their turn: an operand must not be memory that this step changes.
     if any(shares_with(name_of(operand), made) & graph.written for operand in found.args):
         return None
-    return replace(new, op="tilework.updated_by_product.default", args=(Ref(buffer), *found.args, Ref(lr), decay))
+    return replace(new, op="tilework.updated_by_product.default", args=(Ref(buffer), *found.args, Ref(lr), Ref(keep)))
 
 
 def _inner(product: Node, made: dict[str, Node], graph: Graph) -> int:

@@ -115,15 +115,10 @@ static inline void product(float* out, const float* a, const float* b, int64_t m
   gemm({a, m, k, a_leading, a_transposed}, {b, k, n, b_leading, b_transposed}, out, n, 1.0f, 0.0f);
 }
 
-// weight[m][n] = (1 - lr decay) weight - lr a[m][k] b[k][n]
-static inline void update_by_product(float* weight, const float* a, const float* b, const float* lr, const float* decay, int64_t m,
+// weight[m][n] = keep weight - lr a[m][k] b[k][n]
+static inline void update_by_product(float* weight, const float* a, const float* b, const float* lr, const float* keep, int64_t m,
                                      int64_t k, int64_t n, int64_t a_leading, bool a_transposed, int64_t b_leading, bool b_transposed) {
-  gemm({a, m, k, a_leading, a_transposed}, {b, k, n, b_leading, b_transposed}, weight, n, -*lr, 1.0f - *lr * *decay);
-}
-
-static inline void update_by_product(float* weight, const float* a, const float* b, const float* lr, int64_t m, int64_t k, int64_t n,
-                                     int64_t a_leading, bool a_transposed, int64_t b_leading, bool b_transposed) {
-  gemm({a, m, k, a_leading, a_transposed}, {b, k, n, b_leading, b_transposed}, weight, n, -*lr, 1.0f);
+  gemm({a, m, k, a_leading, a_transposed}, {b, k, n, b_leading, b_transposed}, weight, n, -*lr, *keep);
 }
 
 // `count` products; the matrices of each operand are `a_step`, `b_step` floats apart
