@@ -124,7 +124,11 @@ def fuzz(args: argparse.Namespace) -> int:
 
 def with_asan() -> None:
     """Goes on as the same command with AddressSanitizer's library loaded first, and native code compiled for it."""
-    library = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True).stdout.strip()
+    # libstdc++ as well: without it AddressSanitizer does not find what throws exceptions, and stops at the first one
+    library = " ".join(
+        subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
+        for name in ("libasan.so", "libstdc++.so.6")
+    )
     os.environ |= {
         "LD_PRELOAD": library,
         "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0",
