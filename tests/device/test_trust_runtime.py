@@ -453,7 +453,7 @@ def test_no_number_in_a_later_micro_batch_and_in_sections(tmp_path, device: str)
     before = state_of(session)
     with pytest.raises(tilework.UserError, match="step 2"):
         session.run(torch.cat([good, bad]))
-    assert state_of(session) == before and not session.has_gradients
+    assert state_of(session) == before and not session.kept_gradients
 
     path, step = watched(tmp_path / "s.pef", torch.float32, device, "sections")
     session = tilework.load(path, nan_error=True)

@@ -90,7 +90,6 @@ REDUCTIONS = _lines("""
     F.normalize({x}, dim={d}, eps=0.1)
     {x} - {x}.mean({d}, keepdim=True)
     ({x} - {x}.amax({d}, keepdim=True)).exp()
-    {x}.aminmax(dim={d})[{second}]
     {x}.std({d}, unbiased=False, keepdim=True) + {x}
     F.softmin({x}, {d})
     {x}.kthvalue({k}, {d}).values

@@ -1,4 +1,4 @@
-"""Whole training programs that nobody wrote: hypothesis draws a recipe, and the recipe becomes readable source text.
+"""Whole training programs that nobody wrote: a recipe is drawn at random and becomes readable source text.
 
 A recipe is plain data. Any recipe is a program: operations choose their operands among the values that are there, so one
 can be taken away or changed without the rest falling apart, which is what shrinking needs.
@@ -17,7 +17,6 @@ from typing import Any
 
 import layers  # noqa: F401  # registers its operations
 import torch
-from hypothesis import strategies as st
 from operations import OPERATIONS
 from writer import PRELUDE, SIZES, WORDS, Skip, Writer, size
 
@@ -42,7 +41,8 @@ _KINDS = (*OPERATIONS, *_HEAVY)
 
 
 def drawn(random: Random) -> Recipe:
-    """One recipe. Draws that are independent of each other find more than hypothesis's own, which vary one program for long."""
+    """One recipe. Not by hypothesis, whose generator varies one program for long: of 100 recipes of a strategy for the same
+    data 56 were different in their operations (129 different operations in all); of 100 of these all are (586)."""
     one, many = random.choice, random.randrange
     return {
         "sizes": (many(len(BATCHES)), many(len(SIZES)), many(len(SIZES))),
@@ -57,10 +57,6 @@ def drawn(random: Random) -> Recipe:
         "variant": one(("fused",) * 17 + ("sections", "sections", "without", "without", "verified")),
         "without": one(PASSES),
     }
-
-
-def recipes() -> st.SearchStrategy[Recipe]:
-    return st.randoms(use_true_random=False).map(drawn)
 
 
 def source(recipe: Recipe) -> str:

@@ -30,7 +30,7 @@ from compare import Differs, check
 from programs import Recipe, drawn, source
 from shrink import shrink
 
-HERE = Path(__file__)
+HERE = Path(__file__).resolve()
 DEVICES = {"cpu": ("cpu",), "reference": ("reference",), "both": ("reference", "cpu")}
 
 
@@ -107,7 +107,8 @@ def fuzz(args: argparse.Namespace) -> int:
         if not result.startswith("failed"):
             continue
         findings += 1
-        print(f"\n==== program {args.seed}/{i}: {result}", flush=True)
+        shipped = worker(recipe | {"variant": "shipped"})
+        print(f"\n==== program {args.seed}/{i}: {result}\nas it ships (a compile checks itself): {shipped}", flush=True)
         if args.shrink:
             small = shrink(recipe, functools.partial(_alike, worker, kind(result)), args.shrink)
             print(f"{source(small)}\n{small}\n{worker(small)}", flush=True)

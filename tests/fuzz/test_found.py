@@ -125,9 +125,24 @@ class TransposedIntoLoss(Base):
         return F.mse_loss(self.lin(x).view(2, 2, N).transpose(0, 1), x.view(2, 2, N).cos())
 
 
+class SumReadTooEarly(nn.Module):
+    """The gradient of the indexing was read before it was added up: a loop that Inductor sizes anew forgot what it waits for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.p = nn.Parameter(torch.randn(33, 1) * 0.3)
+
+    def forward(self, x, y):
+        v = (self.p @ x.unsqueeze(-1).mT).softmax(-1) @ x.unsqueeze(-1)  # B, 33, 1
+        twice = v[..., [0, 0]]
+        rows = (F.dropout(v, 0.2) + F.dropout(v, 0.5)) * 0.125
+        loss = F.silu(twice).abs().mean() + F.silu(twice).flatten().logsumexp(0) * 0.1 + rows.square().mean()
+        return F.cross_entropy(rows.flatten(1), y) + loss + (twice * (torch.rand(2) > 0.3)).mean()
+
+
 FOUND = [EmbeddingBesideExpand, TiesOfOneValue, IndexedThenCumsum, IndexedThenAttention, LastDimensionIndexed,
          LastDimensionSelected, OneKeyHead, DropoutInCheckpoint, OneElementIndexedTwice, RoundTrip,
-         TransposedIntoLoss]  # fmt: skip
+         TransposedIntoLoss, SumReadTooEarly]  # fmt: skip
 
 
 def relative(found: Tensor, expected: Tensor, scale: float) -> float:

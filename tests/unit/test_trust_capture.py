@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -378,3 +380,46 @@ def test_another_thread_may_print_during_a_compile(tmp_path, capsys) -> None:
         stop.set()
         thread.join()
     assert "a line of another thread" in capsys.readouterr().out
+
+
+class Remembers(nn.Module):
+    """A buffer in whose place forward puts a new tensor; and a part that the loss does not reach."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.ones(3))
+        self.scale, self.beside = nn.Parameter(torch.tensor(0.5)), nn.Linear(3, 2)
+
+    def forward(self, x):
+        self.seen = 0.9 * self.seen + 0.1 * x.detach().mean(0)
+        return {"beside": self.beside(x), "loss": (x * self.seen * self.scale).mean()}
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("programs", ["all", "fused"])
+def test_what_the_loss_does_not_reach_stays_and_replaced_buffers_are_kept(tmp_path: Path, programs: str, micro: int) -> None:
+    model, x = Remembers(), torch.randn(4, 3)
+    eager = copy.deepcopy(model)
+    step = tilework.Step(
+        model=model, inputs=(x,), loss="loss", optimizer=torch.optim.AdamW(model.parameters(), lr=0.1), num_micro_batches=micro
+    )
+    options = tilework.Options(device="reference", programs=programs)
+    made = tilework.compile(step, tmp_path / "a.pef", options=options, weights="inside")
+    assert made.verification.compared and not made.verification.retreats
+    optimizer = torch.optim.AdamW(eager.parameters(), lr=0.1)
+    batch = torch.randn(4 * micro, 3)
+    with tilework.load(tmp_path / "a.pef") as session:
+        assert torch.equal(session.infer(x)["loss"], eager.eval()(x)["loss"])
+        for part in batch.chunk(micro):
+            (eager.train()(part)["loss"] / micro).backward()
+        optimizer.step()
+        session.run(batch, keep_gradients=programs == "all")
+        for name, t in session.state_dict().items():
+            torch.testing.assert_close(t, eager.state_dict()[name], msg=name)
+        if programs == "all":
+            assert {"scale", "beside.weight"} >= set(session.gradients()) - {"beside.bias"}
+        if programs == "all" and micro == 1:
+            grads = {"loss": torch.ones(()), "beside": torch.ones(4, 2)}
+            with pytest.raises(tilework.UserError, match=r"beside\.weight") as error:
+                session.run(x, out_grads=grads)
+            assert error.value.id == "run-out-grads"

@@ -102,7 +102,7 @@ class DeviceTensors:
         if found is None:
             return None
         core, grad = found[0].newest.core, f"grad/{found[1].removeprefix('param/')}"
-        return core.buffers[grad].clone() if grad in core.buffers and core.has_gradients else None
+        return core.buffers[grad].clone() if grad in core.kept_gradients else None
 
     def device_value(self, tensor: Any) -> Tensor:
         found = self._find(tensor)

@@ -143,7 +143,8 @@ class _Capture:
                     sections["joint"] = label_sections(joint or self._joint(with_outgrads=False))
                 if self.groups:
                     self.report("tracing the optimizer")
-                    sections["opt"] = self._opt(sections.get("bwd") or sections["joint"])
+                    # Where the loss is known, parameters that it does not reach have no gradient: they stay as they are.
+                    sections["opt"] = self._opt(sections.get("joint") or sections["bwd"])
             self._take_optimizer_state(sections)
             self.report("tracing inference")
             sections["infer"], infer_structure = self._infer()
@@ -342,6 +343,7 @@ class _Capture:
         """The model alone, in eval mode: what a training artifact runs for inference."""
         n = len(self.example_inputs)
         structure: Structure = []
+        replaced: list[str] = []
 
         def infer(*args: Tensor) -> list[Tensor]:
             nonlocal structure
@@ -349,21 +351,27 @@ class _Capture:
             bf16 = self.step.precision == "bfloat16"
             with seeded(args[n]), captured(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
                 outputs, structure = flatten(self.step.call_model(inputs))
-            return [o.detach() for o in outputs]
+            new = self._replaced_buffers()
+            replaced[:] = [k for k, _ in new]
+            return [*(o.detach() for o in outputs), *(b.detach() for _, b in new)]
 
         with preserved(self.step, self.changing), torch.no_grad():
             for _, root in self.step.modules:
                 root.eval()
             # For real first: what the model keeps for later must not be made of traced tensors.
+            held = [(m._buffers, dict(m._buffers)) for _, root in self.step.modules for m in root.modules()]
             with WatchOperators(Findings()) as watch:
                 infer(*self.flat[:n], torch.tensor(1))
             watch.put_back()
+            for buffers, before in held:  # forward may have put new tensors in their place
+                buffers.update(before)
             with preserved(self.step, watch.changing):
                 traced = trace(infer, [*self.flat[:n], torch.tensor(1)])
         reads = [f"input/{i}" for i in self.input_names[:n]] + ["rng/seed"]
         reads += [self._closed_over(t) for t in traced.closed_over]
         self.infer_names = _ordered_unique(names(structure, "output"))
-        return pooling(to_graph("infer", traced, reads, [f"infer/{o}" for o in self.infer_names], "fwd")), structure
+        results = [f"infer/{o}" for o in self.infer_names] + [f"buffer/{k}" for k in replaced]
+        return pooling(to_graph("infer", traced, reads, results, "fwd")), structure
 
     def _graph(self, sections: dict[str, Graph], infer_structure: Structure) -> StepGraph:
         step, probe = self.step, self.probe

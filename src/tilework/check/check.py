@@ -29,6 +29,7 @@ _NORMALISED = ("adam", "adamw", "rmsprop", "lamb")  # rules that divide the grad
 _GRADIENT_NOISE = 1e-6  # rounding noise in a gradient, relative to its largest element
 _LATER = 50.0  # how much more the second step may be off: it begins where the first one ended
 _NOISE_FACTOR, _MOST_NOISE = 30.0, 1e-2  # how much more than eager PyTorch's own noise is excused, and how much noise at most
+_ROUNDING = 1e-6  # of the largest tensor of a kind: all that there is of a tensor in which everything cancels
 # Which program a kind of tensor comes from. The second step blames the same ones.
 _PROGRAMS = {
     "sections": {"output": "fwd", "buffer": "fwd", "gradient": "bwd", "parameter": "opt", "state": "opt"},
@@ -125,7 +126,8 @@ def _decided(artifact: Artifact, rows: list[Row], expected: Results, shaken: Res
     judged = []
     for row in rows:
         noise = moved.get((row.program, row.kind, row.name), 0.0)
-        excused = not row.ok and noise <= _MOST_NOISE and row.error <= _NOISE_FACTOR * noise
+        small = noise <= _MOST_NOISE or row.share <= _ROUNDING
+        excused = not row.ok and small and row.error <= _NOISE_FACTOR * noise
         note = f"rounding: eager PyTorch moves by {noise:.1e} when its last bits change"
         judged.append(replace(row, ok=True, note=note) if excused else row)
     return judged

@@ -26,6 +26,7 @@ class Row:
     ok: bool
     note: str = ""
     program: str = ""  # the program that is to blame if it is not ok
+    share: float = float("inf")  # the error, relative to the largest magnitude among all tensors of its kind
 
     def __str__(self) -> str:
         if self.error == float("inf") or self.note:
@@ -58,6 +59,7 @@ def compare(
     for name, want in expected.items():
         by_ending.setdefault(name.rpartition("/")[2] if kind == "state" else "", {})[name] = want
     scales = {name: scale_of(group) for group in by_ending.values() for name in group}
+    largest = max(scales.values(), default=0.0) or 1.0
     rows = []
     for name, want in expected.items():
         overall = scales[name] if kind in ("gradient", "state") else 0.0
@@ -93,5 +95,5 @@ def compare(
             difference = excess
         error = float(difference.max()) / scale if want.numel() else 0.0
         error = float("inf") if error != error else error  # NaN on one side only
-        rows.append(Row(kind, name, error, tolerance, error <= tolerance, note))
+        rows.append(Row(kind, name, error, tolerance, error <= tolerance, note, share=error * scale / largest))
     return rows

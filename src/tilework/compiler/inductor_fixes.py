@@ -6,13 +6,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest.mock import patch
 
 
 @contextmanager
 def applied() -> Iterator[None]:
-    from torch._inductor import lowering
+    from torch._inductor import lowering, scheduler
     from torch._inductor.fx_passes import post_grad
+
+    computed_again = scheduler.SchedulerNode.recompute_size_and_body
+
+    def computed_again_and_renamed(self: Any, *args: Any, **kwargs: Any) -> None:
+        computed_again(self, *args, **kwargs)
+        self.set_read_writes(self.read_writes.rename(self.mutation_renames))
 
     with (
         # Sums by index (gradients of indexing, gathering, resampling) are calls of torch's own kernels, never loops. In loops
@@ -23,5 +30,8 @@ def applied() -> Iterator[None]:
         # Operators change a buffer before its new value is stored, and then shifted elements of it are read (a copy between
         # them is taken for needless). Our graphs store all results at the end, so nothing is gained by it. (report 198270)
         patch.object(post_grad, "reinplace_inplaceable_ops", lambda *_, **__: None),
+        # A loop whose sizes are computed again, so that it can join another, forgets that a buffer it reads is changed before by
+        # another kernel: the loop may then run too early. (torch 2.11 to 2.13; found by tests/fuzz, program s1-c0/46)
+        patch.object(scheduler.SchedulerNode, "recompute_size_and_body", computed_again_and_renamed),
     ):
         yield

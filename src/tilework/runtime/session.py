@@ -70,13 +70,13 @@ class Session:
         self._sections_in_order = self._find_sections()
         self.fused = next((p for p in ("step", "accumulate") if p in self.manifest.programs), None)
         self._has_weights = not self.manifest.parameters
-        self._ran_forward = False
-        self._kept_gradients = False
+        self._ran_forward = self._beyond_loss = False
+        self._kept_gradients: frozenset[str] = frozenset()  # that the last call left
         self._followed: list[torch.optim.Optimizer] = []
         self._sets_hyper = self._advised = False
         self._prepared: dict[Any, tuple[InputPlan, Bound, OutputPlan]] = {}
         self._sections_bound: dict[str, Bound] = {}
-        self._keeps_gradients: dict[str, bool] = {}
+        self._keeps_gradients: dict[str, frozenset[str]] = {}  # by program
         # Buffers and the slot of the page are the session's own: one call at a time, whichever thread it comes from.
         self._lock = threading.RLock()
         self._set_defaults()
@@ -257,8 +257,8 @@ class Session:
             done += chunk.num_steps
 
     def infer(self, *inputs: Any, num_batches: int = 1) -> Any:
-        """The model in eval mode: its outputs, nothing changed. Works from any artifact. Random numbers that the model draws in
-        eval mode too are new in each call.
+        """The model in eval mode: its outputs. Changes only buffers that the model itself changes in eval mode. Works from any
+        artifact. Random numbers that the model draws in eval mode too are new in each call.
 
         num_batches   this many batches, side by side, in one native call; so are the outputs, scalars one a batch.
         """
@@ -333,7 +333,7 @@ class Session:
             watched=tuple(watched),
             restored=tuple(sorted(b for b in changed if b.startswith((*_WEIGHTS, "const/")))),
         )
-        self._keeps_gradients[program] = {b for b in self.buffers if b.startswith("grad/")} <= set(writes)
+        self._keeps_gradients[program] = frozenset(b for b in writes if b.startswith("grad/"))
         self._prepared[key] = found = (plan, self._bind(call), outputs)
         return found
 
@@ -363,7 +363,7 @@ class Session:
             bound.run(plan.take(inputs), raw, schedule)
         except NotANumber as e:
             self.num_steps += e.step
-            self._ran_forward = self._kept_gradients = False
+            self._ran_forward, self._kept_gradients = False, frozenset()
             raise UserError(
                 "loss-nan", f"the loss is not a number at step {self.num_steps + 1}, which was undone",
                 fix="lower the learning rate, clip the gradients (clip_norm), or look at the inputs of that step",
@@ -378,14 +378,21 @@ class Session:
         if not given and not self.manifest.losses:
             raise UserError("run-loss", "bwd needs gradients of the outputs: this artifact has no loss of its own",
                             fix="give out_grads={name: gradient, ...}")  # fmt: skip
+        self._beyond_loss = self._beyond_loss and given
         self._section("bwd")
-        self._kept_gradients = True
+        self._kept_gradients = frozenset(b for b in self.manifest.programs["bwd"].writes if b.startswith("grad/"))
         self._default_out_grads()
 
     def _run_opt(self) -> None:
         self._need_program("opt")
-        if not self._kept_gradients:
+        needed = {b for b in self.manifest.programs["opt"].buffers if b.startswith("grad/")}
+        if not needed <= self._kept_gradients:
             raise UserError("run-order", "opt needs gradients, and no bwd has made any", fix="run bwd before opt")
+        held = {f"grad/{p.name}" for p in self.manifest.parameters if p.group is not None}
+        if self._beyond_loss and (others := (held & self._kept_gradients) - needed):
+            raise UserError("run-out-grads", "the optimizer updates only parameters that the step's loss reaches",
+                            found=f"gradients for {', '.join(sorted(b.removeprefix('grad/') for b in others))} as well",
+                            fix="compile with loss=None, so that gradients come from out_grads alone")  # fmt: skip
         self._section("opt")
         self._ran_forward = False  # what fwd kept belongs to the weights from before
         self.num_steps += 1
@@ -404,6 +411,7 @@ class Session:
         grads = {f"outgrad/{k}": g for k, g in given.items()}
         expected = {f"outgrad/{n}": self.buffers[f"outgrad/{n}"] for n in names}
         sync.check_types(grads, expected, "gradient of an output")
+        self._beyond_loss = bool(self.manifest.losses) and any(k not in self.manifest.losses for k in given)
         for name, buffer in expected.items():
             buffer.copy_(grads[name].detach()) if name in grads else buffer.zero_()
 
@@ -423,8 +431,8 @@ class Session:
     # ---- reading ----
 
     @property
-    def has_gradients(self) -> bool:
-        """Whether the last call left gradients that can be read."""
+    def kept_gradients(self) -> frozenset[str]:
+        """Buffers of the gradients that the last call left and that can be read: grad/<parameter>, grad/input/<name>."""
         return self._kept_gradients
 
     def gradients(self) -> dict[str, Tensor]:
@@ -433,7 +441,7 @@ class Session:
             raise UserError("run-gradients", "there are no gradients to read: the fused step does not keep them",
                             fix="run with keep_gradients=True, or run the sections fwd and bwd")  # fmt: skip
         with self._lock, self.page.during(ALOAD):
-            return {k.removeprefix("grad/"): t.clone() for k, t in self.buffers.items() if k.startswith("grad/")}
+            return {k.removeprefix("grad/"): t.clone() for k, t in self.buffers.items() if k in self._kept_gradients}
 
     def tensors(self) -> dict[str, Tensor]:
         """Copies of everything that training changes: param/..., buffer/..., state/..."""
