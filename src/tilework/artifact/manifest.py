@@ -117,6 +117,13 @@ class Verification(_Table, frozen=True):
     retreats: list[str] = []  # what was given up to compute what the model computes
 
 
+class Check(_Table, frozen=True):
+    """A check of values in the model: where it is, and what the model says when it fails."""
+
+    where: str
+    text: str
+
+
 class Manifest(_Table, frozen=True):
     format: Version
     name: Name
@@ -144,6 +151,7 @@ class Manifest(_Table, frozen=True):
     metadata: dict[str, Any]
     fingerprint: Fingerprint
     verification: Verification | None = None  # None before format 1.1
+    checks: dict[Literal["fwd", "infer"], list[Check]] = {}  # check/fwd and check/infer have a number for each: NaN if it fails
 
     def __post_init__(self) -> None:
         """Every name that one part mentions is defined by another."""
@@ -182,6 +190,10 @@ class Manifest(_Table, frozen=True):
         ):
             if len(structure.names(shape, "x")) != len(arguments):
                 raise ValueError(f"the {what} structure and the {what} list differ in length")
+        for section, checks in self.checks.items():
+            buffer = self.buffers.get(f"check/{section}")
+            if buffer is None or buffer.type() != TensorType.dense("float32", (len(checks),)):
+                raise ValueError(f"the checks of {section} have no buffer, or not a number for each")
         if self.num_model_inputs > len(self.inputs):
             raise ValueError("more model inputs than inputs")
 

@@ -15,8 +15,20 @@ from ..errors import UserError
 Structure = list[Any]  # JSON
 
 
-def flatten(value: Any, is_leaf: Callable[[Any], bool] = lambda v: isinstance(v, torch.Tensor)) -> tuple[list[Any], Structure]:
-    """The leaves in order, and the structure around them. Mappings become dicts; named tuples become tuples."""
+def flatten_outputs(value: Any) -> tuple[list[Any], Structure, list[str]]:
+    """As flatten, for what a model returns: objects that an artifact cannot describe (a cache, say) become None. They are named."""
+    dropped: list[str] = []
+    leaves, structure = flatten(value, dropped=dropped)
+    return leaves, structure, dropped
+
+
+def flatten(
+    value: Any,
+    is_leaf: Callable[[Any], bool] = lambda v: isinstance(v, torch.Tensor),
+    dropped: list[str] | None = None,
+) -> tuple[list[Any], Structure]:
+    """The leaves in order, and the structure around them. Mappings become dicts; named tuples become tuples. Objects of other
+    types are an error; or None, and named in `dropped`, where that is given."""
     leaves: list[Any] = []
 
     def walk(v: Any, path: str) -> Structure:
@@ -39,6 +51,9 @@ def flatten(value: Any, is_leaf: Callable[[Any], bool] = lambda v: isinstance(v,
         if isinstance(v, (tuple, list)):
             kind = "list" if isinstance(v, list) else "tuple"
             return [kind, *(walk(item, f"{path}[{i}]") for i, item in enumerate(v))]
+        if dropped is not None:
+            dropped.append(f"{path.lstrip('.') or 'the output'} ({type(v).__name__})")
+            return ["value", None]
         raise UserError(
             "structure-type",
             f"an input or output has a type that cannot be described in an artifact, at {path or 'the top'}",

@@ -6,14 +6,14 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from ..artifact.graph import Graph, TensorType
-from ..artifact.manifest import is_dropout
-from ..artifact.structure import Structure, flatten, names, unflatten
+from ..artifact.manifest import Check, is_dropout
+from ..artifact.structure import Structure, flatten, flatten_outputs, names, unflatten
 from ..errors import UserError
 from ..hosts import steps_made
 from ..random import seeded
@@ -22,10 +22,11 @@ from .losses import from_losses
 from .optimizers import Group, clip, derived, groups_of, packed
 from .partition import label_sections, partition
 from .pooling import pooling
-from .probe import Probe, evaluate, preserved, run_probe
+from .probe import Probe, evaluate, preserved, refuse, run_probe
+from .reads import Answers, Read
 from .rewrites import captured
 from .trace import gradients, keep_backward_sources, to_graph, trace
-from .watch import Findings, WatchOperators
+from .watch import Findings, WatchFunctions, WatchOperators
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class StepGraph:
     groups: list[dict[str, Any]]
     hyper: dict[str, float]  # run-time scalars and their defaults
     constants: dict[str, Tensor]  # const/... values, which go into the artifact
+    checks: dict[Literal["fwd", "infer"], list[Check]]
     num_micro_batches: int
     accumulate: str
     precision: str
@@ -102,6 +104,7 @@ class _Capture:
         self.keep_momentum = keep_momentum
         self.report = report
         self.constants: dict[str, Tensor] = {}
+        self.checks: dict[Literal["fwd", "infer"], list[Check]] = {}
         call = step.inputs if isinstance(step.inputs, (tuple, list, dict)) else (step.inputs,)
         targets = step.targets if isinstance(step.targets, (tuple, list)) else (step.targets,)
         self.example_inputs, input_structure = flatten(call)
@@ -238,7 +241,7 @@ class _Capture:
         def joint(*args: Tensor) -> list[Any]:
             inputs, targets = self._fresh(args[:n])
             # Around the backward pass as well: it may run parts of the model again, or draw random numbers of its own.
-            with captured(), seeded(args[n], args[n + 1 : n + 1 + num_p]):
+            with captured(), seeded(args[n], args[n + 1 : n + 1 + num_p]), Answers(probe.reads) as answers:
                 outputs, _ = evaluate(self.step, inputs, targets)
                 keep_backward_sources([outputs[i] for i in sources])
                 seeds = list(args[n + 1 + num_p :]) or [torch.full_like(outputs[i], self._scale) for i in sources]
@@ -246,7 +249,7 @@ class _Capture:
                 grads = gradients([outputs[i] for i in sources], [*trainable, *leaves], seeds)
             new = self._replaced_buffers()
             replaced[:] = [k for k, _ in new]
-            return [*(o.detach() for o in outputs), *(b.detach() for _, b in new), *grads]
+            return [*(o.detach() for o in outputs), *(b.detach() for _, b in new), *answers.values(), *grads]
 
         args = [*self.flat, torch.tensor(1), *(torch.tensor(s.p, dtype=torch.float64) for s in probe.sites), *outgrads]
         with torch.enable_grad(), preserved(self.step, self.changing):
@@ -254,7 +257,7 @@ class _Capture:
         reads = [f"input/{i}" for i in self.input_names] + ["rng/seed"] + [f"hyper/{s.name}" for s in probe.sites]
         reads += [f"outgrad/{outs[i]}" for i in sources] if with_outgrads else []
         reads += [self._closed_over(t) for t in traced.closed_over]
-        results = [f"output/{o}" for o in outs] + [f"buffer/{k}" for k in replaced]
+        results = [f"output/{o}" for o in outs] + [f"buffer/{k}" for k in replaced] + self._checked("fwd", probe.reads)
         results += [f"grad/{k}" for k in probe.trainable] + [f"grad/input/{self.input_names[i]}" for i in wanted_inputs]
         return pooling(to_graph("joint", traced, reads, results, ""))
 
@@ -266,6 +269,13 @@ class _Capture:
             self.constants[name] = tensor.detach().clone()
             self._keep_alive = [*getattr(self, "_keep_alive", []), tensor]  # so that its id stays its own
         return name
+
+    def _checked(self, section: Literal["fwd", "infer"], reads: Sequence[Read]) -> list[str]:
+        """The buffer for what the section's checks find, where it has any."""
+        checks = [read.check for read in reads if read.check is not None]
+        if checks:
+            self.checks[section] = checks
+        return [f"check/{section}"] if checks else []
 
     def _opt(self, bwd: Graph) -> Graph:
         """Clipping and updates: reads gradients, writes parameters and optimizer state."""
@@ -344,33 +354,40 @@ class _Capture:
         n = len(self.example_inputs)
         structure: Structure = []
         replaced: list[str] = []
+        mode: WatchOperators | Answers
 
         def infer(*args: Tensor) -> list[Tensor]:
             nonlocal structure
             inputs, _ = self._fresh([*args[:n], *self.flat[n:]])
             bf16 = self.step.precision == "bfloat16"
-            with seeded(args[n]), captured(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-                outputs, structure = flatten(self.step.call_model(inputs))
+            with seeded(args[n]), captured(), torch.autocast("cpu", torch.bfloat16, enabled=bf16), mode:
+                outputs, structure, _ = flatten_outputs(self.step.call_model(inputs))
             new = self._replaced_buffers()
             replaced[:] = [k for k, _ in new]
-            return [*(o.detach() for o in outputs), *(b.detach() for _, b in new)]
+            values = mode.values() if isinstance(mode, Answers) else []
+            return [*(o.detach() for o in outputs), *(b.detach() for _, b in new), *values]
 
-        with preserved(self.step, self.changing), torch.no_grad():
+        with preserved(self.step, self.changing), torch.set_grad_enabled(self.probe.differentiates):
             for _, root in self.step.modules:
                 root.eval()
             # For real first: what the model keeps for later must not be made of traced tensors.
             held = [(m._buffers, dict(m._buffers)) for _, root in self.step.modules for m in root.modules()]
-            with WatchOperators(Findings()) as watch:
+            findings = Findings()
+            mode = watch = WatchOperators(findings, [*self.weights.values(), *self.flat])
+            with WatchFunctions(watch):
                 infer(*self.flat[:n], torch.tensor(1))
             watch.put_back()
+            refuse(findings)
             for buffers, before in held:  # forward may have put new tensors in their place
                 buffers.update(before)
+            mode = Answers(watch.reads)
             with preserved(self.step, watch.changing):
                 traced = trace(infer, [*self.flat[:n], torch.tensor(1)])
         reads = [f"input/{i}" for i in self.input_names[:n]] + ["rng/seed"]
         reads += [self._closed_over(t) for t in traced.closed_over]
         self.infer_names = _ordered_unique(names(structure, "output"))
         results = [f"infer/{o}" for o in self.infer_names] + [f"buffer/{k}" for k in replaced]
+        results += self._checked("infer", watch.reads)
         return pooling(to_graph("infer", traced, reads, results, "fwd")), structure
 
     def _graph(self, sections: dict[str, Graph], infer_structure: Structure) -> StepGraph:
@@ -395,6 +412,7 @@ class _Capture:
             groups=[_describe(g) for g in self.groups],
             hyper=self.hyper,
             constants=self.constants,
+            checks=self.checks,
             num_micro_batches=step.num_micro_batches,
             accumulate=step.accumulate,
             precision=step.precision,

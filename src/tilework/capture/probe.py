@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -16,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage, nn
 
-from ..artifact.structure import Structure, flatten, names
+from ..artifact.structure import Structure, flatten, flatten_outputs, names
 from ..errors import Place, TileworkError, UserError
 from ..random import DropoutSite, seeded
 from ..reach import hidden_parameters
 from ..step import Step
+from .reads import Read
 from .rewrites import captured
 from .snapshot import Change, Snapshot
 from .source import line_text, short, user_line_of_exception
@@ -41,6 +43,8 @@ class Probe:
     frozen: dict[str, Tensor]
     sites: list[DropoutSite]
     changing: list[UntypedStorage]  # memory from before the run that the step changes
+    reads: list[Read]  # values that Python reads on the way
+    differentiates: bool  # whether forward takes gradients itself
 
 
 def _line_that_names(module: nn.Module, name: str) -> tuple[str, int] | None:
@@ -74,13 +78,17 @@ def preserved(step: Step, changing: Iterable[UntypedStorage] = ()) -> Iterator[N
             storage.copy_(value)
 
 
-def evaluate(step: Step, inputs: Any, targets: Any) -> tuple[list[Tensor], Structure]:
-    """Forward and loss: every output tensor (a separate loss first), and the structure of the model's own output."""
+def evaluate(step: Step, inputs: Any, targets: Any, *, tell: bool = False) -> tuple[list[Tensor], Structure]:
+    """Forward and loss: every output tensor (a separate loss first), and the structure of the model's own output. `tell`: warn
+    of objects among the outputs that are left out."""
     with torch.autocast("cpu", torch.bfloat16, enabled=step.precision == "bfloat16", cache_enabled=False):
         output = step.call_model(inputs)
-        outputs, structure = flatten(output)
+        outputs, structure, dropped = flatten_outputs(output)
         if step.loss_function is not None:
             outputs = [step.call_loss(output, targets), *outputs]
+    if dropped and tell:
+        warnings.warn(f"the model returns objects that an artifact cannot hold; they are left out: {', '.join(dropped)}",
+                      stacklevel=2)  # fmt: skip
     return outputs, structure
 
 
@@ -112,6 +120,8 @@ class _Run:
     line: Line | None
     after: Snapshot
     changing: list[UntypedStorage]
+    reads: list[Read]
+    differentiates: bool
 
 
 def run_probe(step: Step, example: Callable[[], tuple[Any, Any]]) -> Probe:
@@ -122,7 +132,7 @@ def run_probe(step: Step, example: Callable[[], tuple[Any, Any]]) -> Probe:
         def run(line_at: int | None = None) -> _Run:
             return _watched(step, example, findings, stack, line_at)
 
-        first, second = run(), run()
+        first, second = _watched(step, example, findings, stack, None, tell=True), run()
         changed = second.after.changed_since(first.after)
         if changed or first.log != second.log:  # done once and for all, or different at every call? Ask again.
             third = run(_first_difference(first.log, second.log))
@@ -131,13 +141,7 @@ def run_probe(step: Step, example: Callable[[], tuple[Any, Any]]) -> Probe:
             if not changed and second.log != third.log:
                 fourth = run(_first_difference(second.log, third.log))
                 findings.add("unsteady", *UNSTEADY, at=fourth.line or third.line, where="the model")
-        if findings.places:
-            places = list(findings.places.values())
-            raise UserError(
-                "capture-python",
-                f"{len(places)} place{'s' if len(places) > 1 else ''} in the model cannot be captured",
-                places=places,
-            )
+        refuse(findings)
     buffers = {f"{prefix}{k}": b for prefix, root in step.modules for k, b in root.named_buffers()}
     known = {id(t) for t in first.trainable.values()}
     frozen: dict[str, Tensor] = {
@@ -153,11 +157,19 @@ def run_probe(step: Step, example: Callable[[], tuple[Any, Any]]) -> Probe:
         frozen=frozen,
         sites=first.sites,
         changing=first.changing,
+        reads=first.reads,
+        differentiates=first.differentiates,
     )
 
 
 def _watched(
-    step: Step, example: Callable[[], tuple[Any, Any]], findings: Findings, stack: ExitStack, line_at: int | None
+    step: Step,
+    example: Callable[[], tuple[Any, Any]],
+    findings: Findings,
+    stack: ExitStack,
+    line_at: int | None,
+    *,
+    tell: bool = False,
 ) -> _Run:
     """Forward and backward. Values that it changed are put back when `stack` ends."""
     inputs, targets = example()
@@ -168,16 +180,24 @@ def _watched(
     stack.callback(operators.put_back)
     python = WatchPython(findings)
     with model_errors(), captured(), seeded(torch.tensor(1), module_names=module_names) as random:
-        with python, WatchFunctions(findings), operators:
-            outputs, structure = evaluate(step, inputs, targets)
+        with python, WatchFunctions(operators), operators:
+            outputs, structure = evaluate(step, inputs, targets, tell=tell)
             trainable = _leaves(step, outputs)
             sources = [o for o in outputs if o.requires_grad]
             if sources and trainable:
                 gradients(sources, list(trainable.values()), [torch.ones_like(o) for o in sources])
     return _Run(
         outputs, structure, random.sites, trainable, operators.log, python.assigned, operators.line, Snapshot(step.modules),
-        operators.changing,
+        operators.changing, operators.reads, operators.differentiates,
     )  # fmt: skip
+
+
+def refuse(findings: Findings) -> None:
+    """UserError where anything was found that an artifact could not do: all places at once."""
+    places = list(findings.places.values())
+    if places:
+        many = "places" if len(places) > 1 else "place"
+        raise UserError("capture-python", f"{len(places)} {many} in the model cannot be captured", places=places)
 
 
 def _first_difference(a: list[Any], b: list[Any]) -> int:

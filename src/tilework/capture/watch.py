@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import Place
 from ..random import RANDOM_OPERATORS
+from .reads import READS, Origins, Read, check_of, has_dynamic_shape, reading_frame, storage_of
 from .source import is_user_file, line_text, short, user_frame
 
 aten = torch.ops.aten
@@ -47,11 +48,6 @@ _SHAPE = (
     "the shape of the result depends on a tensor's values; shapes in an artifact are fixed",
     "keep the full shape and mask: x * mask, torch.where(mask, x, 0), or x.masked_fill(~mask, 0)",
 )
-_DYNAMIC_SHAPES = {
-    aten.nonzero.default, aten.nonzero_numpy.default, aten.masked_select.default, aten._unique2.default,
-    aten.unique_dim.default, aten.unique_consecutive.default, aten.unique_dim_consecutive.default,
-    aten.bincount.default, aten.repeat_interleave.Tensor, aten.histc.default,
-}  # fmt: skip
 _NO_RANDOM = (
     "it draws random numbers in a way that has no seeded form",
     "use torch.rand, randn, bernoulli or F.dropout",
@@ -109,15 +105,28 @@ class Findings:
 class WatchFunctions(TorchFunctionMode):
     """Sees Python-level reads of tensor values, by the name of the method that the user called."""
 
-    def __init__(self, findings: Findings) -> None:
+    def __init__(self, operators: WatchOperators) -> None:
         super().__init__()
-        self.findings = findings
+        self.operators = operators
 
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         method = getattr(func, "__name__", "")
-        if method in _READS and "Tensor." in (resolve_name(func) or f"Tensor.{method}"):
-            self.findings.add_read(method, user_frame())
-        return func(*args, **(kwargs or {}))
+        self.operators.differentiates |= func in (torch.autograd.grad, torch.autograd.backward)
+        if method not in _READS or "Tensor." not in (resolve_name(func) or f"Tensor.{method}"):
+            return func(*args, **(kwargs or {}))
+        watch = self.operators
+        if method in ("tolist", "numpy", "__array__"):  # these read memory, without an operator
+            watch.method = ""
+            value = func(*args, **(kwargs or {}))
+            if method == "tolist" and watch.origins.is_constant(args[0]):
+                watch.reads.append(Read("tolist", value))
+            else:
+                watch.findings.add_read(method, user_frame())
+        else:
+            watch.method = method
+            value = func(*args, **(kwargs or {}))
+        watch.method = None
+        return value
 
 
 def _is_attention(func: Any) -> bool:
@@ -132,7 +141,12 @@ class WatchOperators(TorchDispatchMode):
     def __init__(self, findings: Findings, allowed: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self.findings = findings
-        self.allowed = {_storage(t) for t in allowed}  # what the step may change: parameters, buffers, its inputs
+        allowed = list(allowed)
+        self.allowed = {storage_of(t) for t in allowed}  # what the step may change: parameters, buffers, its inputs
+        self.origins = Origins(allowed)
+        self.reads: list[Read] = []  # that may be
+        self.differentiates = False  # whether the model takes gradients inside its own forward
+        self.method: str | None = None  # by which the user's code is reading a value right now; "": seen already
         self.made: set[int] = set()  # storages that this run has made
         self.saved: dict[
             int, tuple[UntypedStorage, UntypedStorage]
@@ -146,12 +160,12 @@ class WatchOperators(TorchDispatchMode):
         if len(self.log) == self.line_at:
             self.line = user_frame()
         self.log.append((str(func), _spelt(args), _spelt(kwargs)))
-        if func is aten._local_scalar_dense.default or func is aten.equal.default:
-            self.findings.add_read("item", user_frame())
-        elif func in _DYNAMIC_SHAPES or (
-            func is aten.index.Tensor and any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
-        ):
+        dynamic = has_dynamic_shape(func, args)
+        constant = (func in READS or dynamic) and self.origins.is_constant(*_tensors(args))
+        if dynamic and not constant:
             self.findings.add("shape", *_SHAPE)
+        elif func in READS or dynamic:
+            pass
         elif torch.Tag.nondeterministic_seeded in func.tags and func not in RANDOM_OPERATORS and not _is_attention(func):
             self.findings.add("random", *_NO_RANDOM)
         elif func.namespace not in ("aten", "prims", "prim", "tilework"):
@@ -163,26 +177,41 @@ class WatchOperators(TorchDispatchMode):
         if func._schema.is_mutable:
             self._before_write(func, args, kwargs)
         result = func(*args, **kwargs)
-        self.made |= _storages(result) - _storages(args) - _storages(tuple(kwargs.values()))  # a view is not new memory
+        read = _storages(args) | _storages(tuple(kwargs.values()))
+        self.made |= _storages(result) - read  # a view is not new memory
+        if func in READS or dynamic:
+            self._note_read(func, args, result, constant)
+        self.origins.note(func, read, _storages(result) | self._written(func, args, kwargs), args)
         if func is aten.lift_fresh.default and args[0].numel() <= 64:
             self.log.append(args[0].tolist())  # a constant that Python made
         return result
 
+    def _note_read(self, func: Any, args: Any, value: Any, constant: bool) -> None:
+        """A read that may be goes into the list, any other among the findings."""
+        self.log.append(value if not isinstance(value, Tensor) else tuple(value.shape))
+        if self.method == "":
+            return
+        frame = reading_frame(sys._getframe(1))
+        check = check_of(frame) if frame is not None and not constant and isinstance(value, bool) and func is READS[0] else None
+        if constant or check is not None:
+            self.reads.append(Read(str(func), value, check or None))
+        else:
+            self.findings.add_read(self.method or "item", user_frame())
+
+    def _written(self, func: Any, args: Any, kwargs: Any) -> set[int]:
+        if not func._schema.is_mutable:
+            return set()
+        return {storage_of(t) for t in _written_tensors(func, args, kwargs)}
+
     def _before_write(self, func: Any, args: Any, kwargs: Any) -> None:
-        for i, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is None or not argument.alias_info.is_write:
+        for t in _written_tensors(func, args, kwargs):
+            key = storage_of(t)
+            if key in self.made or key in self.saved:
                 continue
-            value = args[i] if i < len(args) else kwargs.get(argument.name)
-            for t in value if isinstance(value, (tuple, list)) else (value,):
-                if not isinstance(t, Tensor) or t.layout != torch.strided:
-                    continue
-                key = _storage(t)
-                if key in self.made or key in self.saved:
-                    continue
-                storage = t.untyped_storage()
-                self.saved[key] = (storage, storage.clone())
-                if key not in self.allowed:
-                    self.findings.add("outside", *_OUTSIDE)
+            storage = t.untyped_storage()
+            self.saved[key] = (storage, storage.clone())
+            if key not in self.allowed:
+                self.findings.add("outside", *_OUTSIDE)
 
     @property
     def changing(self) -> list[UntypedStorage]:
@@ -194,14 +223,23 @@ class WatchOperators(TorchDispatchMode):
             storage.copy_(before)
 
 
-def _storage(t: Tensor) -> int:
-    return t.untyped_storage()._cdata
+def _written_tensors(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    found: list[Any] = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            found += value if isinstance(value, (tuple, list)) else (value,)
+    return [t for t in found if isinstance(t, Tensor) and t.layout == torch.strided]
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value] if value.layout == torch.strided else []
+    return [t for v in value for t in _tensors(v)] if isinstance(value, (tuple, list)) else []
 
 
 def _storages(value: Any) -> set[int]:
-    if isinstance(value, Tensor):
-        return {_storage(value)} if value.layout == torch.strided else set()
-    return set().union(*map(_storages, value)) if isinstance(value, (tuple, list)) else set()
+    return {storage_of(t) for t in _tensors(value)}
 
 
 def _spelt(value: Any) -> Any:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 
 from ..artifact.manifest import Manifest, is_dropout
-from ..artifact.structure import flatten, names, unflatten
+from ..artifact.structure import flatten, flatten_outputs, names, unflatten
 from ..capture.snapshot import Snapshot
 from ..errors import MachineError
 from ..random import next_seed, seeded
@@ -154,7 +154,7 @@ def _train(manifest: Manifest, step: Step, inputs: list[Tensor], number: int) ->
         with seeded(torch.tensor(next_seed(SEED, number * num_micro + micro)), _probabilities(manifest)):
             with _autocast(step):
                 output = step.call_model(model_inputs)
-                outputs, _ = flatten(output)
+                outputs, *_ = flatten_outputs(output)
                 if step.loss_function is not None:
                     outputs = [step.call_loss(output, targets), *outputs]
             sources = [o for a, o in zip(manifest.outputs, outputs, strict=True) if a.name in manifest.losses]
@@ -201,8 +201,8 @@ def _infer(step: Step, inputs: list[Tensor]) -> Tensors:
     for _, root in step.modules:
         root.eval()
     own = [t.detach().clone() for t in inputs]
-    with torch.no_grad(), seeded(torch.tensor(next_seed(inference_base(SEED), 0))), _autocast(step):
-        leaves, shape = flatten(step.call_model(unflatten(structure, iter(own))))
+    with seeded(torch.tensor(next_seed(inference_base(SEED), 0))), _autocast(step):  # with gradients: forward may take some
+        leaves, shape, _ = flatten_outputs(step.call_model(unflatten(structure, iter(own))))
     return {k: t.detach().clone() for k, t in zip(names(shape, "output"), leaves, strict=True)}
 
 

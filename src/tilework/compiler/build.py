@@ -250,4 +250,5 @@ def make_manifest(name: str, made: Made, weights: Weights, verification: Verific
             },
         ),
         verification=verification,
+        checks=step.checks,
     )

@@ -268,7 +268,11 @@ class Session:
         with self._lock:
             self._need_weights()
             plan, bound, _ = self._prepare("infer", num_batches)
-            bound.run(plan.take(inputs), outputs)
+            try:
+                bound.run(plan.take(inputs), outputs)
+            except NotANumber as e:
+                self._raise_check("infer", e)
+                raise
             self._ran_forward = False
             if several:
                 with self.page.during(ALOAD):
@@ -316,6 +320,7 @@ class Session:
         update = "opt" if accumulates and "opt" in m.programs else None
         watched = [f"output/{n}" for n in m.losses if f"output/{n}" in writes] if self.nan_error and not infer else []
         changed = {*writes, *(m.programs[update].writes if update else ())} if watched else set()
+        watched += [b for b in writes if b.startswith("check/")]
         call = Call(
             micro=program,
             update=update,
@@ -364,11 +369,25 @@ class Session:
         except NotANumber as e:
             self.num_steps += e.step
             self._ran_forward, self._kept_gradients = False, frozenset()
+            self._raise_check("fwd", e)
             raise UserError(
                 "loss-nan", f"the loss is not a number at step {self.num_steps + 1}, which was undone",
                 fix="lower the learning rate, clip the gradients (clip_norm), or look at the inputs of that step",
             ) from e  # fmt: skip
         return Result(outputs, raw)
+
+    def _raise_check(self, section: Literal["fwd", "infer"], error: NotANumber) -> None:
+        """The model's own error, where one of its checks of values has failed."""
+        values = self.buffers.get(f"check/{section}")
+        failed = values.isnan().nonzero().flatten().tolist() if values is not None else []
+        if failed:
+            check = self.manifest.checks[section][failed[0]]
+            undone = "the step was undone" if self.nan_error else "the step has changed the weights"
+            raise UserError(
+                "run-check", check.text, found=f"a check of the model fails at {check.where}; "
+                + (undone if section == "fwd" else "nothing was changed"),
+                fix="look at the inputs of this call. With nan_error=True a step that fails changes nothing",
+            ) from error  # fmt: skip
 
     def _run_backward(self, given: bool) -> None:
         self._need_program("bwd")

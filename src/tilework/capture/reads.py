@@ -1,0 +1,210 @@
+"""Values that Python reads from tensors while the step runs: in branches, as numbers, as lists.
+
+Most of them would be frozen into the artifact and are refused (watch.py). Some may be read, because they cannot be otherwise at
+run time, or because being otherwise is an error: what follows from constants alone; a random number below 1 compared with 1; and
+checks, whose other side raises. Those are answered while the step is traced, and a check becomes a check of every run."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import linecache
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..artifact.manifest import Check
+from ..errors import BugError
+from ..random import RANDOM_OPERATORS
+from .source import short, user_frame
+
+aten = torch.ops.aten
+READS = (aten._local_scalar_dense.default, aten.equal.default)
+# Operators whose results have shapes that depend on values.
+DYNAMIC_SHAPES = {
+    aten.nonzero.default, aten.nonzero_numpy.default, aten.masked_select.default, aten._unique2.default,
+    aten.unique_dim.default, aten.unique_consecutive.default, aten.unique_dim_consecutive.default,
+    aten.bincount.default, aten.repeat_interleave.Tensor,
+}  # fmt: skip
+_UNIFORM = {aten.rand.default, aten.rand_like.default}
+_COMPARED = {aten.lt.Scalar, aten.ge.Scalar, aten.le.Scalar, aten.gt.Scalar}
+
+
+def has_dynamic_shape(func: Any, args: Any) -> bool:
+    return func in DYNAMIC_SHAPES or (
+        func is aten.index.Tensor and any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+    )
+
+
+@dataclass(frozen=True)
+class Read:
+    """One value that Python got: a number, a list, or a tensor whose shape depends on values."""
+
+    kind: str  # the operator, or "tolist"
+    value: Any
+    check: Check | None = None  # at run time it must be the same
+
+
+class Origins:
+    """Which tensors follow from constants alone, by their memory. Everything else varies from step to step."""
+
+    def __init__(self, varying: Iterable[Tensor]) -> None:
+        self._varying = {storage_of(t) for t in varying}
+        self._uniform: set[int] = set()  # memory of random numbers in [0, 1)
+
+    def is_constant(self, *tensors: Tensor) -> bool:
+        return not any(storage_of(t) in self._varying for t in tensors)
+
+    def note(self, func: Any, inputs: set[int], outputs: set[int], args: Any) -> None:
+        """An operator has run on memory `inputs`; `outputs` is the memory of its results and of what it has written."""
+        new = outputs - inputs
+        self._uniform -= new  # memory is used again
+        varies = bool(inputs & self._varying) or torch.Tag.nondeterministic_seeded in func.tags or func in RANDOM_OPERATORS
+        varies = varies or func.namespace == "tilework"
+        if func in _COMPARED and inputs & self._uniform:
+            limit = args[1]  # a number in [0, 1) is always on the same side of these: a layer that is dropped never, or always
+            varies = not (limit < 0 or limit >= 1 or (limit == 0 and func in (aten.lt.Scalar, aten.ge.Scalar)))
+        if varies:
+            self._varying |= outputs
+        else:
+            self._varying -= new
+        if func in _UNIFORM:
+            self._uniform |= new
+
+
+def storage_of(t: Tensor) -> int:
+    return t.untyped_storage()._cdata
+
+
+class Answers(TorchDispatchMode):
+    """While the step is traced: reads get the values that they had in the watched run, in the same order."""
+
+    def __init__(self, reads: Iterable[Read]) -> None:
+        super().__init__()
+        self._left = iter(reads)
+        self._lists = _Lists(self)
+        self.violated: list[Tensor] = []  # one bool for each check
+
+    def __enter__(self) -> Answers:
+        self._lists.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._lists.__exit__(*error)
+
+    def next(self, kind: str) -> Read:
+        read = next(self._left, None)
+        if read is None or read.kind != kind:
+            raise BugError("capture-reads", "the trace reads other values than the run before it",
+                           found=kind, expected=read.kind if read else "no more reads")  # fmt: skip
+        return read
+
+    def values(self) -> list[Tensor]:
+        """One tensor with a number for each check, NaN where it is violated; nothing where there are none."""
+        if not self.violated:
+            return []
+        return [torch.where(torch.stack(self.violated), float("nan"), 0.0)]
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func in READS or has_dynamic_shape(func, args):
+            read = self.next(str(func))
+            if read.check is not None:
+                self.violated.append(args[0].reshape(()) != read.value)
+            return read.value
+        return func(*args, **(kwargs or {}))
+
+
+class _Lists(TorchFunctionMode):
+    """Tensor.tolist() is no operator."""
+
+    def __init__(self, answers: Answers) -> None:
+        super().__init__()
+        self._answers = answers
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func is Tensor.tolist:
+            return self._answers.next("tolist").value
+        return func(*args, **(kwargs or {}))
+
+
+# ---- checks in the user's source ----
+
+_BETWEEN = ("/torch/overrides.py", "/torch/_tensor.py", "/torch/_compile.py", "/torch/_dynamo/eval_frame.py",
+            "/torch/utils/_python_dispatch.py", "/torch/utils/_contextlib.py")  # fmt: skip
+
+
+def reading_frame(start: FrameType) -> FrameType | None:
+    """The Python code that read the value: the innermost that is neither ours nor torch's machinery."""
+    frame: FrameType | None = start
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if "/tilework/" not in name and not name.endswith(_BETWEEN):
+            return frame
+        frame = frame.f_back
+    return None
+
+
+@functools.lru_cache(maxsize=64)
+def _statements(path: str) -> list[ast.If | ast.Assert]:
+    try:
+        tree = ast.parse("".join(linecache.getlines(path)))
+    except SyntaxError:
+        return []
+    return [node for node in ast.walk(tree) if isinstance(node, (ast.If, ast.Assert))]
+
+
+def check_of(frame: FrameType) -> Check | str | None:
+    """What a branch on a value at this place is: a check that raises; "" if it only warns or logs; None if it does more."""
+    line, found = frame.f_lineno, None
+    for node in _statements(frame.f_code.co_filename):
+        if node.test.lineno <= line <= (node.test.end_lineno or node.test.lineno):
+            found = node
+    if isinstance(found, ast.Assert):
+        return Check(_where(frame), _text(found.msg, frame) or f"assert {ast.unparse(found.test)}")
+    for body in (found.body, found.orelse) if isinstance(found, ast.If) else ():
+        if body and isinstance(body[-1], ast.Raise):
+            return Check(_where(frame), _text(_message(body[-1]), frame) or ast.unparse(body[-1]))
+    if isinstance(found, ast.If) and not found.orelse and all(_only_says(s) for s in found.body):
+        return ""
+    return None
+
+
+def _where(frame: FrameType) -> str:
+    at = user_frame(frame) or (frame.f_code.co_filename, frame.f_lineno)
+    return short(*at)
+
+
+def _message(node: ast.Raise) -> ast.expr | None:
+    return node.exc.args[0] if isinstance(node.exc, ast.Call) and node.exc.args else None
+
+
+def _text(node: ast.expr | None, frame: FrameType) -> str:
+    """The message as the program would put it together, without the tensors' values, which are other ones by then."""
+    if node is None:
+        return ""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_text(part, frame) for part in node.values)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _text(node.left, frame) + _text(node.right, frame)
+    if isinstance(node, ast.FormattedValue):
+        node = node.value
+    try:
+        value = eval(compile(ast.Expression(node), "<message>", "eval"), frame.f_globals, frame.f_locals)
+    except Exception:
+        return f"{{{ast.unparse(node)}}}"
+    return "..." if isinstance(value, Tensor) else str(value)
+
+
+def _only_says(statement: ast.stmt) -> bool:
+    """warnings.warn(...), logger.warning(...) and the like."""
+    if not isinstance(statement, ast.Expr) or not isinstance(statement.value, ast.Call):
+        return False
+    name = ast.unparse(statement.value.func)
+    return name.split(".")[-1].startswith("warn") or name.split(".")[0] in ("logger", "logging", "log", "warnings")

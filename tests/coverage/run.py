@@ -1,0 +1,77 @@
+"""The coverage table: every case in a process of its own.
+
+python tests/coverage/run.py [--only PATTERN] [--jobs 2] [--out docs/coverage.md] [--json FILE]
+python tests/coverage/run.py --case hf/bert       one, in this process, with its traceback
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import fnmatch
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+os.environ.setdefault("TILEWORK_LEASE", "0")
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import torch
+from judge import Outcome, all_cases, run
+
+OPTIONS = {"programs": "fused", "opt_level": 1}
+
+
+def one(name: str) -> Outcome:
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        return run(name, Path(folder), **OPTIONS)
+
+
+def apart(name: str) -> Outcome:
+    """In a process of its own: one that ends it is a failure of that case and not the end of all."""
+    command = [sys.executable, __file__, "--case", name, "--quiet"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    except subprocess.TimeoutExpired:
+        return Outcome("failed", "did not end within 15 minutes")
+    line = next((s for s in done.stdout.splitlines() if s.startswith("OUTCOME ")), None)
+    if line is None:
+        return Outcome("failed", f"process ended with {done.returncode}: {done.stderr.strip()[-300:]}")
+    return Outcome(**json.loads(line.removeprefix("OUTCOME ")))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="*")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--case")
+    parser.add_argument("--quiet", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.case:
+        outcome = one(args.case)
+        print("OUTCOME", json.dumps(vars(outcome))) if args.quiet else print(outcome)
+        return 0 if outcome.trains else 1
+    names = [n for n in all_cases() if any(fnmatch.fnmatch(n, p) for p in args.only.split(","))]
+    found: dict[str, Outcome] = {}
+
+    def show(name: str) -> None:
+        found[name] = outcome = apart(name)
+        said = " ".join(outcome.detail.split())[:230]
+        print(f"{len(found):4d}/{len(names)} {name:40s} {outcome.verdict:10s} {outcome.compile_cpu:5.1f} s  {said}", flush=True)
+
+    with ThreadPoolExecutor(args.jobs) as pool:
+        list(pool.map(show, names))
+    print(collections.Counter(o.verdict for o in found.values()))
+    if args.json:
+        args.json.write_text(json.dumps({n: vars(found[n]) for n in names}, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
