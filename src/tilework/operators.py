@@ -233,3 +233,36 @@ def _(
     groups: int,
 ) -> Tensor:
     return grad.new_empty(tuple(weight_shape))
+
+
+# Connectionist temporal classification. torch's operator keeps intermediate results whose size depends on the lengths; this one
+# makes the gradient at once: loss of each sequence, and its derivative by log_probs (T, B, C).
+
+
+@torch.library.custom_op("tilework::ctc", mutates_args=())
+def ctc(
+    log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int, zero_infinity: bool
+) -> tuple[Tensor, Tensor]:
+    given = (targets, input_lengths, target_lengths)
+    losses, alpha = aten._ctc_loss(log_probs, *given, blank, zero_infinity)
+    grad = aten._ctc_loss_backward(torch.ones_like(losses), log_probs, *given, losses, alpha, blank, zero_infinity)
+    return torch.where(losses.isinf(), 0, losses) if zero_infinity else losses, grad
+
+
+@ctc.register_fake
+def _(
+    log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int, zero_infinity: bool
+) -> tuple[Tensor, Tensor]:
+    return log_probs.new_empty(log_probs.shape[1]), torch.empty_like(log_probs, memory_format=torch.contiguous_format)
+
+
+def _keep_ctc(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    ctx.save_for_backward(output[1])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _ctc_backward(ctx, grad_losses, _):  # type: ignore[no-untyped-def]
+    return ctx.saved_tensors[0] * grad_losses[None, :, None], None, None, None, None, None
+
+
+ctc.register_autograd(_ctc_backward, setup_context=_keep_ctc)

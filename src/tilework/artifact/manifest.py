@@ -69,9 +69,10 @@ class Group(_Table, frozen=True):
 
     prefix: Name
     optimizer: Name
-    rule: Literal["sgd", "adam", "adamw", "rmsprop", "lamb"]
+    rule: Literal["sgd", "adam", "adamw", "rmsprop", "lamb", "adagrad", "adamax", "adadelta", "nadam", "radam", "muon"]
     params: list[Name]
     state: list[Name]
+    initial: dict[Name, float] = {}  # state that does not start at zero
 
 
 class Program(_Table, frozen=True):

@@ -16,7 +16,7 @@ Structure = list[Any]  # JSON
 
 
 def flatten_outputs(value: Any) -> tuple[list[Any], Structure, list[str]]:
-    """As flatten, for what a model returns: objects that an artifact cannot describe (a cache, say) become None. They are named."""
+    """As flatten, for what a model returns: objects that an artifact cannot describe (a cache, say) are None and named."""
     dropped: list[str] = []
     leaves, structure = flatten(value, dropped=dropped)
     return leaves, structure, dropped

@@ -19,12 +19,13 @@ from ..hosts import steps_made
 from ..random import seeded
 from ..step import Step
 from .losses import from_losses
-from .optimizers import Group, clip, derived, groups_of, packed
+from .optimizers import Group, clip, groups_of
 from .partition import label_sections, partition
 from .pooling import pooling
 from .probe import Probe, evaluate, preserved, refuse, run_probe
 from .reads import Answers, Read
 from .rewrites import captured
+from .rules import derived, packed
 from .trace import gradients, keep_backward_sources, to_graph, trace
 from .watch import Findings, WatchFunctions, WatchOperators
 
@@ -241,7 +242,7 @@ class _Capture:
         def joint(*args: Tensor) -> list[Any]:
             inputs, targets = self._fresh(args[:n])
             # Around the backward pass as well: it may run parts of the model again, or draw random numbers of its own.
-            with captured(), seeded(args[n], args[n + 1 : n + 1 + num_p]), Answers(probe.reads) as answers:
+            with captured(masks=probe.masks), seeded(args[n], args[n + 1 : n + 1 + num_p]), Answers(probe.reads) as answers:
                 outputs, _ = evaluate(self.step, inputs, targets)
                 keep_backward_sources([outputs[i] for i in sources])
                 seeds = list(args[n + 1 + num_p :]) or [torch.full_like(outputs[i], self._scale) for i in sources]
@@ -293,6 +294,9 @@ class _Capture:
                 for s in g.rule.state if k in have else ():
                     reads.append(f"state/{k}/{s}")
                     example.append(self.probe.trainable[k].detach().contiguous())
+                for s in g.rule.numbers if k in have else ():
+                    reads.append(f"state/{k}/{s}")
+                    example.append(torch.tensor(0.0))
         for g in self.groups:
             reads.append(f"state/{g.prefix}/step")
             example.append(torch.tensor(0))
@@ -315,12 +319,13 @@ class _Capture:
             for g in self.groups:
                 step = v[f"state/{g.prefix}/step"] + 1
                 h = derived({k: v[f"hyper/{g.prefix}.{k}"] for k in g.rule.hyper}, step)
+                h |= g.rule.derive(h, step)
                 scalars = packed(h)
                 for k in g.params:
                     if k not in have:
                         continue
                     p = v[f"param/{k}"]
-                    s = {name: v[f"state/{k}/{name}"] for name in g.rule.state}
+                    s = {name: v[f"state/{k}/{name}"] for name in (*g.rule.state, *g.rule.numbers)}
                     hp = h if p.dtype == torch.float64 else scalars
                     updated, state = g.rule.update(p, grads[k], s, hp, step)
                     result(f"param/{k}", updated)
@@ -341,7 +346,7 @@ class _Capture:
             state = self.step.optimizers[int(g.optimizer.removeprefix("opt"))].state
             own = {k: state.get(self.probe.trainable[k], {}) for k in g.params if k in self.updated}
             for k, values in own.items():
-                for name in g.rule.state:
+                for name in (*g.rule.state, *g.rule.numbers):
                     if isinstance(values.get(name), Tensor) and f"state/{k}/{name}" in sections["opt"].types:
                         # A copy: whoever steps the optimizer and puts its state back gives it other tensors.
                         self.weights[f"state/{k}/{name}"] = values[name].detach().clone()
@@ -360,7 +365,7 @@ class _Capture:
             nonlocal structure
             inputs, _ = self._fresh([*args[:n], *self.flat[n:]])
             bf16 = self.step.precision == "bfloat16"
-            with seeded(args[n]), captured(), torch.autocast("cpu", torch.bfloat16, enabled=bf16), mode:
+            with seeded(args[n]), captured(masks=self.probe.masks), torch.autocast("cpu", torch.bfloat16, enabled=bf16), mode:
                 outputs, structure, _ = flatten_outputs(self.step.call_model(inputs))
             new = self._replaced_buffers()
             replaced[:] = [k for k, _ in new]
@@ -441,5 +446,6 @@ def _describe(g: Group) -> dict[str, Any]:
         "optimizer": g.optimizer,
         "rule": g.rule.kind,
         "params": list(g.params),
-        "state": list(g.rule.state),
+        "state": [*g.rule.state, *g.rule.numbers],
+        "initial": dict(g.rule.numbers),
     }

@@ -22,6 +22,7 @@ from ..errors import Place, TileworkError, UserError
 from ..random import DropoutSite, seeded
 from ..reach import hidden_parameters
 from ..step import Step
+from .masked import Masked, NotMasked
 from .reads import Read
 from .rewrites import captured
 from .snapshot import Change, Snapshot
@@ -45,6 +46,7 @@ class Probe:
     changing: list[UntypedStorage]  # memory from before the run that the step changes
     reads: list[Read]  # values that Python reads on the way
     differentiates: bool  # whether forward takes gradients itself
+    masks: bool  # whether x[mask] keeps the shape of x (masked.py)
 
 
 def _line_that_names(module: nn.Module, name: str) -> tuple[str, int] | None:
@@ -86,6 +88,8 @@ def evaluate(step: Step, inputs: Any, targets: Any, *, tell: bool = False) -> tu
         outputs, structure, dropped = flatten_outputs(output)
         if step.loss_function is not None:
             outputs = [step.call_loss(output, targets), *outputs]
+    if any(f"({Masked.__name__})" in name for name in dropped):
+        raise NotMasked  # its shape would depend on values
     if dropped and tell:
         warnings.warn(f"the model returns objects that an artifact cannot hold; they are left out: {', '.join(dropped)}",
                       stacklevel=2)  # fmt: skip
@@ -97,7 +101,7 @@ def model_errors() -> Iterator[None]:
     """What the user's own model or loss raises on the example inputs is the user's, with the user's line."""
     try:
         yield
-    except TileworkError:
+    except (TileworkError, NotMasked):
         raise
     except Exception as e:
         at = user_line_of_exception(e)
@@ -126,13 +130,20 @@ class _Run:
 
 def run_probe(step: Step, example: Callable[[], tuple[Any, Any]]) -> Probe:
     """`example` gives fresh (inputs, targets) as leaves that the step may use and change."""
+    try:
+        return _probe(step, example, masks=True)
+    except NotMasked:
+        return _probe(step, example, masks=False)
+
+
+def _probe(step: Step, example: Callable[[], tuple[Any, Any]], masks: bool) -> Probe:
     findings = Findings()
     with preserved(step), torch.enable_grad(), ExitStack() as stack:
 
-        def run(line_at: int | None = None) -> _Run:
-            return _watched(step, example, findings, stack, line_at)
+        def run(line_at: int | None = None, tell: bool = False) -> _Run:
+            return _watched(step, example, findings, stack, line_at, masks=masks, tell=tell)
 
-        first, second = _watched(step, example, findings, stack, None, tell=True), run()
+        first, second = run(tell=True), run()
         changed = second.after.changed_since(first.after)
         if changed or first.log != second.log:  # done once and for all, or different at every call? Ask again.
             third = run(_first_difference(first.log, second.log))
@@ -159,6 +170,7 @@ def run_probe(step: Step, example: Callable[[], tuple[Any, Any]]) -> Probe:
         changing=first.changing,
         reads=first.reads,
         differentiates=first.differentiates,
+        masks=masks,
     )
 
 
@@ -169,7 +181,8 @@ def _watched(
     stack: ExitStack,
     line_at: int | None,
     *,
-    tell: bool = False,
+    masks: bool,
+    tell: bool,
 ) -> _Run:
     """Forward and backward. Values that it changed are put back when `stack` ends."""
     inputs, targets = example()
@@ -179,7 +192,7 @@ def _watched(
     operators.line_at = line_at
     stack.callback(operators.put_back)
     python = WatchPython(findings)
-    with model_errors(), captured(), seeded(torch.tensor(1), module_names=module_names) as random:
+    with model_errors(), captured(masks=masks), seeded(torch.tensor(1), module_names=module_names) as random:
         with python, WatchFunctions(operators), operators:
             outputs, structure = evaluate(step, inputs, targets, tell=tell)
             trainable = _leaves(step, outputs)

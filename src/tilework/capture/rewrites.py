@@ -3,6 +3,7 @@ on that, some are one operator without native code."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,8 +11,11 @@ from typing import Any
 import torch
 import torch._decomp.decompositions
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from .masked import Masked, selected
 
 
 def _one_hot(x: Tensor, num_classes: int = -1) -> Tensor:
@@ -38,22 +42,74 @@ def _interpolate(  # type: ignore[no-untyped-def]
     return resize(input, size, bool(align_corners), scale)
 
 
-_REWRITES: dict[Any, Any] = {F.one_hot: _one_hot, torch._C._nn.one_hot: _one_hot, F.interpolate: _interpolate}
+def _ctc_loss(  # type: ignore[no-untyped-def]
+    log_probs, targets, input_lengths, target_lengths, blank=0, reduction="mean", zero_infinity=False
+):
+    """torch's own keeps intermediate results whose size depends on the lengths."""
+    if log_probs.dim() != 3:
+        return F.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity)
+    ours, theirs = (torch.as_tensor(n, dtype=torch.int64) for n in (input_lengths, target_lengths))
+    each, _ = torch.ops.tilework.ctc(log_probs, targets, ours, theirs, blank, zero_infinity)
+    if reduction == "mean":
+        return (each / theirs.clamp(min=1).to(each.dtype)).mean()
+    return each.sum() if reduction == "sum" else each
+
+
+_REWRITES: dict[Any, Any] = {
+    F.ctc_loss: _ctc_loss,
+    F.one_hot: _one_hot,
+    torch._C._nn.one_hot: _one_hot,
+    F.interpolate: _interpolate,
+}
 
 
 class Rewrites(TorchFunctionMode):
+    def __init__(self, masks: bool) -> None:
+        super().__init__()
+        self.masks = masks
+
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if self.masks and func is Tensor.__getitem__:
+            found = selected(*args)
+            if found is not NotImplemented:
+                return found
+        if func is Tensor.__setitem__ and isinstance(args[2], Masked):
+            return args[2].put_into(*args[:2])
         return _REWRITES.get(func, func)(*args, **(kwargs or {}))
 
 
+_capturing: set[int] = set()  # threads
+_Reentrant = torch.utils.checkpoint.CheckpointFunction
+
+
+class _NotReentrant:
+    """Checkpoints of the reentrant kind run a backward pass of their own, which no gradient of a trace goes through. The other
+    kind computes the same."""
+
+    @staticmethod
+    def apply(function: Any, preserve: bool, *args: Any) -> Any:
+        if threading.get_ident() not in _capturing:
+            return _Reentrant.apply(function, preserve, *args)
+        if not any(isinstance(a, Tensor) and a.requires_grad for a in args):  # then it leaves the parameters inside alone
+            with torch.no_grad():
+                return function(*args)
+        return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)
+
+
 @contextmanager
-def captured() -> Iterator[None]:
+def captured(*, masks: bool) -> Iterator[None]:
     """Around the user's model and loss while they are captured. Code that asks whether it is being compiled hears yes, as from
-    torch.export: libraries leave out what looks at values then."""
+    torch.export: libraries leave out what looks at values then. `masks`: x[mask] keeps the shape of x (masked.py)."""
     before = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = True
+    own = threading.get_ident()
+    _capturing.add(own)
+    torch.utils.checkpoint.CheckpointFunction = _NotReentrant  # type: ignore[misc,assignment]
     try:
-        with Rewrites():
+        with Rewrites(masks):
             yield
     finally:
         torch.compiler._is_compiling_flag = before
+        _capturing.discard(own)
+        if not _capturing:
+            torch.utils.checkpoint.CheckpointFunction = _Reentrant  # type: ignore[misc]

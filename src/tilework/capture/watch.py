@@ -20,6 +20,7 @@ from torch import Tensor, UntypedStorage, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..artifact.manifest import Check
 from ..errors import Place
 from ..random import RANDOM_OPERATORS
 from .reads import READS, Origins, Read, check_of, has_dynamic_shape, reading_frame, storage_of
@@ -179,7 +180,7 @@ class WatchOperators(TorchDispatchMode):
         result = func(*args, **kwargs)
         read = _storages(args) | _storages(tuple(kwargs.values()))
         self.made |= _storages(result) - read  # a view is not new memory
-        if func in READS or dynamic:
+        if func in READS or (dynamic and constant):
             self._note_read(func, args, result, constant)
         self.origins.note(func, read, _storages(result) | self._written(func, args, kwargs), args)
         if func is aten.lift_fresh.default and args[0].numel() <= 64:
@@ -194,7 +195,7 @@ class WatchOperators(TorchDispatchMode):
         frame = reading_frame(sys._getframe(1))
         check = check_of(frame) if frame is not None and not constant and isinstance(value, bool) and func is READS[0] else None
         if constant or check is not None:
-            self.reads.append(Read(str(func), value, check or None))
+            self.reads.append(Read(str(func), value, check if isinstance(check, Check) else None))
         else:
             self.findings.add_read(self.method or "item", user_frame())
 

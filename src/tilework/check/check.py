@@ -25,7 +25,17 @@ from ..step import Step
 from .compare import Row, compare
 from .sides import SEED, Results, loss_module, run_artifact, run_module
 
-_NORMALISED = ("adam", "adamw", "rmsprop", "lamb")  # rules that divide the gradient by its own size
+_NORMALISED = (
+    "adam",
+    "adamw",
+    "rmsprop",
+    "lamb",
+    "adagrad",
+    "adamax",
+    "nadam",
+    "radam",
+    "adadelta",
+)  # rules that divide the gradient by its own size
 _GRADIENT_NOISE = 1e-6  # rounding noise in a gradient, relative to its largest element
 _LATER = 50.0  # how much more the second step may be off: it begins where the first one ended
 _NOISE_FACTOR, _MOST_NOISE = 30.0, 1e-2  # how much more than eager PyTorch's own noise is excused, and how much noise at most

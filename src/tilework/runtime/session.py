@@ -96,6 +96,9 @@ class Session:
         self.page.set_bytes(total)
         for name, tensor in self.artifact.constants.items():
             buffers[name].copy_(tensor)
+        for name, value in sync.initial_state(self.manifest).items():
+            if name in buffers:
+                buffers[name].fill_(value)
         return buffers
 
     def _set_defaults(self) -> None:
@@ -536,9 +539,10 @@ class Session:
         prefixed = sync.by_group(self.manifest, prefixed, self.buffers)
         sync.check_types(prefixed, self.buffers, "weights file")
         sync.to_device(prefixed, self.buffers)
+        initial = sync.initial_state(self.manifest)
         for name, buffer in self.buffers.items():  # moments and counts of other weights say nothing about these
             if name.startswith("state/") and name not in prefixed:
-                buffer.zero_()
+                buffer.fill_(initial.get(name, 0))
         self._has_weights, self._ran_forward = True, False
 
     def _prefixed(self, name: str) -> str:

@@ -82,6 +82,11 @@ def step_counter(group: Group, names: Container[str]) -> str:
     return own if own in names else f"state/{group.optimizer}/step"
 
 
+def initial_state(manifest: Manifest) -> dict[str, float]:
+    """Optimizer state that does not start at zero, by buffer."""
+    return {f"state/{name}/{key}": value for g in manifest.groups for key, value in g.initial.items() for name in g.params}
+
+
 def by_group(manifest: Manifest, tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors of a checkpoint with a counter for each group, also where it was written with one for each optimizer."""
     found = dict(tensors)
@@ -128,7 +133,7 @@ def optimizers_to_device(
                 target = buffers.get(f"state/{name}/{key}")
                 value = state.get(key)
                 if target is not None:
-                    target.copy_(value) if value is not None else target.zero_()
+                    target.copy_(value) if value is not None else target.fill_(group.initial.get(key, 0))
         if step_counter(group, buffers) in buffers:
             buffers[step_counter(group, buffers)].fill_(made)
 

@@ -21,7 +21,7 @@ from . import Call, NotANumber, inference_base
 _OWN = frozenset(
     f"tilework.{name}"
     for name in ("product", "batch_product", "updated_by_product", "once", "kept", "max_pool", "max_pool_grad", "small_conv",
-                 "small_conv_input_grad", "small_conv_weight_grad", "random_bits")
+                 "small_conv_input_grad", "small_conv_weight_grad", "random_bits", "ctc")
 )  # fmt: skip
 
 
