@@ -120,8 +120,6 @@ class Step:
 def _unusable(parameter: torch.Tensor) -> str:
     if isinstance(parameter, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)):
         return "has no shape yet: call the model once before"
-    if parameter.is_complex():
-        return "is complex: keep real and imaginary part as two real parameters"
     if parameter.device.type != "cpu":
         return f"is on {parameter.device}: bring the model to the cpu (model.cpu()) before compiling"
     return ""

@@ -19,7 +19,7 @@ def of(
     forward: Callable[..., Any], *inputs: Tensor, optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
     refused: str = "", **parts: Any,
 ) -> Case:  # fmt: skip
-    """A model of these parts (modules, parameters, plain values) whose forward is the function: forward(self, *inputs) -> loss."""
+    """A model of these parts (modules, parameters, plain values) whose forward(self, *inputs) -> loss is the function."""
 
     class Model(nn.Module):
         def __init__(self) -> None:

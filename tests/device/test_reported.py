@@ -93,17 +93,11 @@ def test_a_model_that_fails_is_the_users(make, words: str) -> None:
     assert e.value.id == "user-code" and words in str(e.value)
 
 
-def test_models_that_are_wrapped_lazy_or_complex() -> None:
-    class Complex(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.randn(3, dtype=torch.complex64))
-
+def test_models_that_are_wrapped_or_lazy() -> None:
     for model, words in (
         (nn.DataParallel(nn.Linear(6, 3)), "model.module"),
         (torch.compile(nn.Linear(6, 3)), "original"),
         (nn.LazyLinear(3), "no shape yet"),
-        (Complex(), "complex"),
         (nn.Linear(6, 3, device="meta"), "model.cpu()"),
     ):
         with pytest.raises(tilework.UserError, match="step-argument") as e:

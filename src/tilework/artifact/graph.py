@@ -22,7 +22,7 @@ DTYPES = {
     str(d).removeprefix("torch."): d
     for d in (
         torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
-        torch.uint8, torch.bool, torch.complex64,
+        torch.uint8, torch.bool, torch.complex64, torch.complex128,
     )
 }  # fmt: skip
 MEMORY_FORMATS = {
@@ -289,6 +289,8 @@ def _encode(value: Any) -> Any:
         return {"ref": value.name}
     if isinstance(value, float):
         return value if math.isfinite(value) else {"float": str(value)}
+    if isinstance(value, complex):
+        return {"complex": [value.real.hex(), value.imag.hex()]}
     if isinstance(value, (list, tuple)):
         return [_encode(item) for item in value]
     if isinstance(value, torch.dtype):
@@ -313,6 +315,8 @@ def _decode(value: Any) -> Any:
             return Ref(_string(v))
         if kind == "float" and v in ("inf", "-inf", "nan"):
             return float(v)
+        if kind == "complex" and isinstance(v, list) and len(v) == 2 and all(isinstance(part, str) for part in v):
+            return complex(float.fromhex(v[0]), float.fromhex(v[1]))
         if kind == "dtype" and v in DTYPES:
             return DTYPES[v]
         if kind == "device" and v in ("cpu", "meta"):

@@ -25,7 +25,7 @@ from .pooling import pooling
 from .probe import Probe, evaluate, preserved, refuse, run_probe
 from .reads import Answers, Read
 from .rewrites import captured
-from .rules import derived, packed
+from .rules import derived, packed, updated_by
 from .trace import gradients, keep_backward_sources, to_graph, trace
 from .watch import Findings, WatchFunctions, WatchOperators
 
@@ -327,7 +327,7 @@ class _Capture:
                     p = v[f"param/{k}"]
                     s = {name: v[f"state/{k}/{name}"] for name in (*g.rule.state, *g.rule.numbers)}
                     hp = h if p.dtype == torch.float64 else scalars
-                    updated, state = g.rule.update(p, grads[k], s, hp, step)
+                    updated, state = updated_by(g.rule, p, grads[k], s, hp, step)
                     result(f"param/{k}", updated)
                     for name, value in state.items():
                         result(f"state/{k}/{name}", value)

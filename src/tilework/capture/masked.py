@@ -20,13 +20,13 @@ class NotMasked(Exception):
 _SAME = {  # each element by itself
     "abs", "add", "div", "exp", "floor_divide", "log", "log1p", "log2", "mul", "neg", "pow", "relu", "rsqrt", "rsub", "sigmoid",
     "sqrt", "square", "sub", "tanh", "true_divide", "clamp", "clip", "clamp_min", "clamp_max", "clone", "contiguous", "detach",
-    "double", "float", "half", "bfloat16", "int", "long", "bool", "to", "type_as", "eq", "ne", "lt", "le", "gt", "ge", "logical_and",
-    "logical_or", "logical_not", "isfinite", "isnan", "maximum", "minimum", "where", "sin", "cos", "erf", "expm1", "reciprocal",
-    "sign", "lerp", "masked_fill", "gelu", "silu", "elu", "leaky_relu", "softplus", "logsigmoid", "hardswish", "softsign", "selu",
-    "celu", "mish", "tanhshrink",
+    "double", "float", "half", "bfloat16", "int", "long", "bool", "to", "type_as", "eq", "ne", "lt", "le",
+    "gt", "ge", "logical_and", "logical_or", "logical_not", "isfinite", "isnan", "maximum", "minimum", "where", "sin", "cos",
+    "erf", "expm1", "reciprocal", "sign", "lerp", "masked_fill", "gelu", "silu", "elu", "leaky_relu", "softplus", "logsigmoid",
+    "hardswish", "softsign", "selu", "celu", "mish", "tanhshrink",
 }  # fmt: skip
-_SIGNS = ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "rpow", "neg", "eq", "ne", "lt", "le", "gt", "ge",
-          "and", "or", "invert")  # fmt: skip
+_SIGNS = ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "rpow", "neg", "eq", "ne", "lt", "le",
+          "gt", "ge", "and", "or", "invert")  # fmt: skip
 _SAME |= {f"__{sign}__" for sign in _SIGNS} | {"__div__", "__rdiv__"}
 _ROWS = {"linear", "layer_norm", "rms_norm", "embedding", "normalize"}  # each row by itself, along its last dimensions
 _ALONG = {"softmax", "log_softmax", "sum", "mean", "amax", "amin", "argmax", "argmin", "norm", "logsumexp", "cumsum", "unsqueeze",

@@ -23,7 +23,7 @@ from ..random import DropoutSite, seeded
 from ..reach import hidden_parameters
 from ..step import Step
 from .masked import Masked, NotMasked
-from .reads import Read
+from .reads import Read, storage_of
 from .rewrites import captured
 from .snapshot import Change, Snapshot
 from .source import line_text, short, user_line_of_exception
@@ -126,6 +126,7 @@ class _Run:
     changing: list[UntypedStorage]
     reads: list[Read]
     differentiates: bool
+    used: set[int]
 
 
 def run_probe(step: Step, example: Callable[[], tuple[Any, Any]]) -> Probe:
@@ -147,7 +148,7 @@ def _probe(step: Step, example: Callable[[], tuple[Any, Any]], masks: bool) -> P
         changed = second.after.changed_since(first.after)
         if changed or first.log != second.log:  # done once and for all, or different at every call? Ask again.
             third = run(_first_difference(first.log, second.log))
-            changed = third.after.changed_since(second.after)
+            changed = _carried(third.after.changed_since(second.after), third)
             _report_state(changed, {**first.assigned, **second.assigned, **third.assigned}, findings)
             if not changed and second.log != third.log:
                 fourth = run(_first_difference(second.log, third.log))
@@ -201,7 +202,7 @@ def _watched(
                 gradients(sources, list(trainable.values()), [torch.ones_like(o) for o in sources])
     return _Run(
         outputs, structure, random.sites, trainable, operators.log, python.assigned, operators.line, Snapshot(step.modules),
-        operators.changing, operators.reads, operators.differentiates,
+        operators.changing, operators.reads, operators.differentiates, operators.used,
     )  # fmt: skip
 
 
@@ -211,6 +212,17 @@ def refuse(findings: Findings) -> None:
     if places:
         many = "places" if len(places) > 1 else "place"
         raise UserError("capture-python", f"{len(places)} {many} in the model cannot be captured", places=places)
+
+
+def _carried(changed: list[Change], run: _Run) -> list[Change]:
+    """Without attributes that are set to a tensor in each run, before anything reads what was there: nothing is carried over in
+    them from step to step. Outside of the step they stay as they are, which is said once."""
+    new = [c for c in changed if isinstance(c.before, Tensor) and isinstance(c.after, Tensor) and c.module is not None]
+    kept = [c for c in new if storage_of(c.before) not in run.used]
+    if kept:
+        names = ", ".join(sorted({c.path.replace(".__dict__", "") for c in kept}))
+        warnings.warn(f"forward sets attributes of the model that an artifact does not: {names}", stacklevel=2)
+    return [c for c in changed if not any(c is k for k in kept)]
 
 
 def _first_difference(a: list[Any], b: list[Any]) -> int:

@@ -55,12 +55,26 @@ def _ctc_loss(  # type: ignore[no-untyped-def]
     return each.sum() if reduction == "sum" else each
 
 
+def _grouped_mm(x, weight, offs=None, bias=None, out_dtype=None):  # type: ignore[no-untyped-def]
+    """Rows of x (S, in) that are sorted by expert, each times its expert's weight (experts, in, out); offs: where each expert's
+    rows end. Every expert sees every row here, and those that are not its own count nothing."""
+    if offs is None or x.dim() != 2 or weight.dim() != 3 or bias is not None:
+        return F.grouped_mm(x, weight, offs=offs, bias=bias, out_dtype=out_dtype)
+    rows, experts = torch.arange(x.shape[0]), torch.arange(weight.shape[0])
+    own = (rows[None, :] >= offs[:, None]).sum(0)[None, :] == experts[:, None]
+    return torch.where(own[..., None], torch.matmul(x, weight), 0).sum(0).to(out_dtype or x.dtype)
+
+
+_BY_NAME = {"transformers.grouped_mm_fallback": _grouped_mm}  # operators that libraries add to torch's
 _REWRITES: dict[Any, Any] = {
     F.ctc_loss: _ctc_loss,
     F.one_hot: _one_hot,
     torch._C._nn.one_hot: _one_hot,
     F.interpolate: _interpolate,
 }
+for _home, _name in ((F, "grouped_mm"), (torch, "_grouped_mm")):  # torch 2.11 may lack one
+    if hasattr(_home, _name):
+        _REWRITES[getattr(_home, _name)] = _grouped_mm
 
 
 class Rewrites(TorchFunctionMode):
@@ -75,7 +89,7 @@ class Rewrites(TorchFunctionMode):
                 return found
         if func is Tensor.__setitem__ and isinstance(args[2], Masked):
             return args[2].put_into(*args[:2])
-        return _REWRITES.get(func, func)(*args, **(kwargs or {}))
+        return (_REWRITES.get(func) or _BY_NAME.get(str(func)) or func)(*args, **(kwargs or {}))
 
 
 _capturing: set[int] = set()  # threads

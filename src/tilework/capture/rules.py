@@ -251,6 +251,15 @@ def _muon(group: dict[str, Any]) -> Rule:
     return Rule("muon", hyper, ("momentum_buffer",), update)
 
 
+def updated_by(rule: Rule, p: Tensor, g: Tensor, s: Tensors, h: Tensors, t: Tensor) -> tuple[Tensor, Tensors]:
+    """A rule's update; of a complex parameter, real and imaginary parts by themselves, as in torch."""
+    if not p.is_complex():
+        return rule.update(p, g, s, h, t)
+    parts = {k: torch.view_as_real(v) if v.is_complex() else v for k, v in s.items()}
+    new, state = rule.update(torch.view_as_real(p), torch.view_as_real(g.resolve_conj()), parts, h, t)
+    return torch.view_as_complex(new), {k: torch.view_as_complex(v) if s[k].is_complex() else v for k, v in state.items()}
+
+
 def derived(h: Tensors, t: Tensor) -> Tensors:
     """The scalars that rules need beyond the hyperparameters, in float64: 1 - 0.999 in float32 is wrong in its 5th digit."""
     h = dict(h)

@@ -35,6 +35,8 @@ class Change:
     path: str
     module: nn.Module | None
     name: str
+    before: Any = None
+    after: Any = None
 
 
 @dataclass
@@ -149,7 +151,8 @@ class Snapshot:
             for k in {*before.contents, *now.contents}:
                 if not _same(before.contents.get(k, _ABSENT), now.contents.get(k, _ABSENT)) and not _is_reassigned(now, k):
                     name = now.name or str(k)
-                    found.append(Change(f"{now.path}.{k}" if now.path else str(k), now.module, name))
+                    path = f"{now.path}.{k}" if now.path else str(k)
+                    found.append(Change(path, now.module, name, before.contents.get(k), now.contents.get(k)))
         return found
 
     def restore(self) -> None:

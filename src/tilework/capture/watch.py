@@ -146,6 +146,7 @@ class WatchOperators(TorchDispatchMode):
         self.allowed = {storage_of(t) for t in allowed}  # what the step may change: parameters, buffers, its inputs
         self.origins = Origins(allowed)
         self.reads: list[Read] = []  # that may be
+        self.used: set[int] = set()  # memory that operators have read
         self.differentiates = False  # whether the model takes gradients inside its own forward
         self.method: str | None = None  # by which the user's code is reading a value right now; "": seen already
         self.made: set[int] = set()  # storages that this run has made
@@ -179,6 +180,7 @@ class WatchOperators(TorchDispatchMode):
             self._before_write(func, args, kwargs)
         result = func(*args, **kwargs)
         read = _storages(args) | _storages(tuple(kwargs.values()))
+        self.used |= read
         self.made |= _storages(result) - read  # a view is not new memory
         if func in READS or (dynamic and constant):
             self._note_read(func, args, result, constant)

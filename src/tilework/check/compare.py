@@ -42,6 +42,10 @@ def scale_of(tensors: Mapping[str, Tensor]) -> float:
     return max((float(v.max()) for v in values if v.numel()), default=0.0)
 
 
+def _as_real(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {k: torch.view_as_real(t.detach().resolve_conj()) if t.is_complex() else t for k, t in tensors.items()}
+
+
 def compare(
     kind: str,
     found: Mapping[str, Tensor],
@@ -55,6 +59,7 @@ def compare(
     """A row for every expected tensor. `allowance` widens the tolerance, element by element, where the arithmetic itself
     magnifies rounding noise (a normalised update of a gradient that is nearly zero); `later`, for all of them.
     `mixed`: float64 tensors may have been computed through float32."""
+    found, expected = _as_real(found), _as_real(expected)
     by_ending: dict[str, dict[str, Tensor]] = {}  # of optimizer state, exp_avg and exp_avg_sq have scales of their own
     for name, want in expected.items():
         by_ending.setdefault(name.rpartition("/")[2] if kind == "state" else "", {})[name] = want

@@ -132,6 +132,8 @@ def run_module(manifest: Manifest, step: Step, inputs: list[Tensor], *, shaken: 
 
 def _shaken(t: Tensor, generator: torch.Generator) -> Tensor:
     """Each element up or down by a few units in its last place."""
+    if t.is_complex():
+        return torch.view_as_complex(_shaken(torch.view_as_real(t.detach()), generator))
     if not t.is_floating_point():
         return t
     by = torch.randint(0, 2, t.shape, generator=generator) * 2 - 1

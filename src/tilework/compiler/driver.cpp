@@ -297,6 +297,6 @@ EXPORT int32_t tilework_dtype(const char* name) {
 #define DTYPE(text, code) if (!strcmp(name, text)) return aoti_torch_dtype_##code();
   DTYPE("float32", float32) DTYPE("float64", float64) DTYPE("bfloat16", bfloat16) DTYPE("float16", float16)
   DTYPE("int64", int64) DTYPE("int32", int32) DTYPE("int16", int16) DTYPE("int8", int8) DTYPE("uint8", uint8)
-  DTYPE("bool", bool) DTYPE("complex64", complex64)
+  DTYPE("bool", bool) DTYPE("complex64", complex64) DTYPE("complex128", complex128)
   return -1;
 }

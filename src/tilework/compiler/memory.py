@@ -25,8 +25,8 @@ _NAMED = re.compile(
 )
 _RETURNED = re.compile(r"^ *AOTI_TORCH_ERROR_CODE_CHECK\((\w+)\((.*), &(\w+)_handle\)\);$", re.M)
 _FRESH = re.compile(r"convolution|attention|_conv|linear|mkldnn")  # library calls whose results are memory of their own
-_BYTES = {"float64": 8, "int64": 8, "complex64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2,
-          "int8": 1, "uint8": 1, "bool": 1}  # fmt: skip
+_BYTES = {"float64": 8, "int64": 8, "complex64": 8, "complex128": 16, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2,
+          "int16": 2, "int8": 1, "uint8": 1, "bool": 1}  # fmt: skip
 _LINE = 64  # bytes: places begin at cache lines
 
 
