@@ -152,6 +152,8 @@ class Manifest(_Table, frozen=True):
     metadata: dict[str, Any]
     fingerprint: Fingerprint
     verification: Verification | None = None  # None before format 1.1
+    aliases: dict[str, str] = {}  # other names of a tensor in the model (tied weights) -> the name that it has here
+    transient: list[str] = []  # buffers that the model's state_dict leaves out; their values are among the constants
     checks: dict[Literal["fwd", "infer"], list[Check]] = {}  # check/fwd and check/infer have a number for each: NaN if it fails
 
     def __post_init__(self) -> None:

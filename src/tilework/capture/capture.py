@@ -49,6 +49,8 @@ class StepGraph:
     hyper: dict[str, float]  # run-time scalars and their defaults
     constants: dict[str, Tensor]  # const/... values, which go into the artifact
     checks: dict[Literal["fwd", "infer"], list[Check]]
+    aliases: dict[str, str]  # other names of tied tensors
+    transient: list[str]  # buffers that are not in the model's state_dict
     num_micro_batches: int
     accumulate: str
     precision: str
@@ -395,6 +397,15 @@ class _Capture:
         results += self._checked("infer", watch.reads)
         return pooling(to_graph("infer", traced, reads, results, "fwd")), structure
 
+    def _aliases(self) -> dict[str, str]:
+        found = {}
+        for prefix, root in self.step.modules:
+            for name, t in [*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)]:
+                own = self.known.get(id(t), "").partition("/")[2]
+                if own and own != f"{prefix}{name}":
+                    found[f"{prefix}{name}"] = own
+        return found
+
     def _graph(self, sections: dict[str, Graph], infer_structure: Structure) -> StepGraph:
         step, probe = self.step, self.probe
         outs = self._output_names()
@@ -418,6 +429,14 @@ class _Capture:
             hyper=self.hyper,
             constants=self.constants,
             checks=self.checks,
+            aliases=self._aliases(),
+            transient=[
+                f"{prefix}{path}.{k}" if path else f"{prefix}{k}"
+                for prefix, root in step.modules
+                for path, m in root.named_modules()
+                for k in sorted(m._non_persistent_buffers_set)
+                if m._buffers.get(k) is not None
+            ],
             num_micro_batches=step.num_micro_batches,
             accumulate=step.accumulate,
             precision=step.precision,

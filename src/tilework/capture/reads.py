@@ -9,14 +9,13 @@ from __future__ import annotations
 import ast
 import functools
 import linecache
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..artifact.manifest import Check
@@ -44,38 +43,48 @@ def has_dynamic_shape(func: Any, args: Any) -> bool:
 
 @dataclass(frozen=True)
 class Read:
-    """One value that Python got: a number, a list, or a tensor whose shape depends on values."""
+    """One value that Python got: a number, or a tensor whose shape depends on values."""
 
-    kind: str  # the operator, or "tolist"
+    kind: str  # the operator
     value: Any
     check: Check | None = None  # at run time it must be the same
 
 
 class Origins:
-    """Which tensors follow from constants alone, by their memory. Everything else varies from step to step."""
+    """Which tensors follow from constants alone: those that this run has made of nothing else. Whatever comes from outside may be
+    another at the next step."""
 
-    def __init__(self, varying: Iterable[Tensor]) -> None:
-        self._varying = {storage_of(t) for t in varying}
-        self._uniform: set[int] = set()  # memory of random numbers in [0, 1)
+    def __init__(self) -> None:
+        self._constant: dict[int, UntypedStorage] = {}  # held, so that no other memory takes their place
+        self._uniform: dict[int, UntypedStorage] = {}  # random numbers in [0, 1)
 
     def is_constant(self, *tensors: Tensor) -> bool:
-        return not any(storage_of(t) in self._varying for t in tensors)
+        return all(storage_of(t) in self._constant for t in tensors)
 
-    def note(self, func: Any, inputs: set[int], outputs: set[int], args: Any) -> None:
-        """An operator has run on memory `inputs`; `outputs` is the memory of its results and of what it has written."""
-        new = outputs - inputs
-        self._uniform -= new  # memory is used again
-        varies = bool(inputs & self._varying) or torch.Tag.nondeterministic_seeded in func.tags or func in RANDOM_OPERATORS
-        varies = varies or func.namespace == "tilework"
-        if func in _COMPARED and inputs & self._uniform:
+    def note(self, func: Any, args: Any, inputs: Sequence[Tensor], results: Sequence[Tensor], written: Sequence[Tensor]) -> None:
+        """An operator has run."""
+        constant = self.is_constant(*inputs) and func.namespace != "tilework" and func not in RANDOM_OPERATORS
+        constant = constant and torch.Tag.nondeterministic_seeded not in func.tags
+        if func in _COMPARED and storage_of(inputs[0]) in self._uniform:
             limit = args[1]  # a number in [0, 1) is always on the same side of these: a layer that is dropped never, or always
-            varies = not (limit < 0 or limit >= 1 or (limit == 0 and func in (aten.lt.Scalar, aten.ge.Scalar)))
-        if varies:
-            self._varying |= outputs
+            constant = limit < 0 or limit >= 1 or (limit == 0 and func in (aten.lt.Scalar, aten.ge.Scalar))
+        read = {storage_of(t) for t in inputs}
+        for t in results:
+            key = storage_of(t)
+            if key not in read:
+                self._put(self._constant, key, t, constant)
+                self._put(self._uniform, key, t, func in _UNIFORM)
+        for t in written:
+            if not constant:
+                self._constant.pop(storage_of(t), None)
+            self._uniform.pop(storage_of(t), None)
+
+    @staticmethod
+    def _put(where: dict[int, UntypedStorage], key: int, t: Tensor, yes: bool) -> None:
+        if yes:
+            where[key] = t.untyped_storage()
         else:
-            self._varying -= new
-        if func in _UNIFORM:
-            self._uniform |= new
+            where.pop(key, None)
 
 
 def storage_of(t: Tensor) -> int:
@@ -88,18 +97,9 @@ class Answers(TorchDispatchMode):
     def __init__(self, reads: Iterable[Read]) -> None:
         super().__init__()
         self._left = iter(reads)
-        self._lists = _Lists(self)
         self.violated: list[Tensor] = []  # one bool for each check
 
-    def __enter__(self) -> Answers:
-        self._lists.__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._lists.__exit__(*error)
-
-    def next(self, kind: str) -> Read:
+    def _next(self, kind: str) -> Read:
         read = next(self._left, None)
         if read is None or read.kind != kind:
             raise BugError("capture-reads", "the trace reads other values than the run before it",
@@ -114,23 +114,10 @@ class Answers(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         if func in READS or has_dynamic_shape(func, args):
-            read = self.next(str(func))
+            read = self._next(str(func))
             if read.check is not None:
                 self.violated.append(args[0].reshape(()) != read.value)
             return read.value
-        return func(*args, **(kwargs or {}))
-
-
-class _Lists(TorchFunctionMode):
-    """Tensor.tolist() is no operator."""
-
-    def __init__(self, answers: Answers) -> None:
-        super().__init__()
-        self._answers = answers
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if func is Tensor.tolist:
-            return self._answers.next("tolist").value
         return func(*args, **(kwargs or {}))
 
 

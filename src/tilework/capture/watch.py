@@ -4,6 +4,7 @@ number from elsewhere, and each tensor from outside that is changed. Only this t
 from __future__ import annotations
 
 import builtins
+import cProfile
 import datetime
 import os
 import random
@@ -120,7 +121,8 @@ class WatchFunctions(TorchFunctionMode):
             watch.method = ""
             value = func(*args, **(kwargs or {}))
             if method == "tolist" and watch.origins.is_constant(args[0]):
-                watch.reads.append(Read("tolist", value))
+                # what is traced reads its elements one by one
+                watch.reads += [Read(str(READS[0]), v) for v in args[0].detach().reshape(-1).tolist()]
             else:
                 watch.findings.add_read(method, user_frame())
         else:
@@ -142,9 +144,8 @@ class WatchOperators(TorchDispatchMode):
     def __init__(self, findings: Findings, allowed: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self.findings = findings
-        allowed = list(allowed)
         self.allowed = {storage_of(t) for t in allowed}  # what the step may change: parameters, buffers, its inputs
-        self.origins = Origins(allowed)
+        self.origins = Origins()
         self.reads: list[Read] = []  # that may be
         self.used: set[int] = set()  # memory that operators have read
         self.differentiates = False  # whether the model takes gradients inside its own forward
@@ -179,12 +180,14 @@ class WatchOperators(TorchDispatchMode):
         if func._schema.is_mutable:
             self._before_write(func, args, kwargs)
         result = func(*args, **kwargs)
-        read = _storages(args) | _storages(tuple(kwargs.values()))
+        inputs = _tensors(args) + _tensors(tuple(kwargs.values()))
+        read = {storage_of(t) for t in inputs}
         self.used |= read
         self.made |= _storages(result) - read  # a view is not new memory
         if func in READS or (dynamic and constant):
             self._note_read(func, args, result, constant)
-        self.origins.note(func, read, _storages(result) | self._written(func, args, kwargs), args)
+        written = _written_tensors(func, args, kwargs) if func._schema.is_mutable else []
+        self.origins.note(func, args, inputs, _tensors(result), written)
         if func is aten.lift_fresh.default and args[0].numel() <= 64:
             self.log.append(args[0].tolist())  # a constant that Python made
         return result
@@ -200,11 +203,6 @@ class WatchOperators(TorchDispatchMode):
             self.reads.append(Read(str(func), value, check if isinstance(check, Check) else None))
         else:
             self.findings.add_read(self.method or "item", user_frame())
-
-    def _written(self, func: Any, args: Any, kwargs: Any) -> set[int]:
-        if not func._schema.is_mutable:
-            return set()
-        return {storage_of(t) for t in _written_tensors(func, args, kwargs)}
 
     def _before_write(self, func: Any, args: Any, kwargs: Any) -> None:
         for t in _written_tensors(func, args, kwargs):
@@ -295,7 +293,11 @@ class WatchPython:
             self.assigned.setdefault((id(own.get("self")), str(own.get("name"))), user_frame(frame.f_back))
 
     def __exit__(self, *_: object) -> None:
-        sys.setprofile(self._before)
+        if isinstance(self._before, cProfile.Profile):  # it is no function, and takes the place back in its own way
+            sys.setprofile(None)
+            self._before.enable()
+        else:
+            sys.setprofile(self._before)
         python, numpy = self._random
         if random.getstate() != python:
             random.setstate(python)

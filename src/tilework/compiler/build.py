@@ -153,7 +153,9 @@ def _captured(step: Step, options: Options, report: Report) -> StepGraph:
 
 
 def _constants(graph: StepGraph, planned: Plan) -> dict[str, torch.Tensor]:
-    return {k: t for k, t in graph.constants.items() if k in planned.buffers}
+    """Values that belong to the program: constants of the graph, and buffers that no file of weights has."""
+    own = {f"buffer/{k}": graph.weights[f"buffer/{k}"] for k in graph.transient if f"buffer/{k}" in graph.weights}
+    return {k: t for k, t in {**graph.constants, **own}.items() if k in planned.buffers}
 
 
 def plan_step(step: Step, options: Options | None = None, *, report: Report = lambda _: None) -> Plan:
@@ -251,4 +253,6 @@ def make_manifest(name: str, made: Made, weights: Weights, verification: Verific
         ),
         verification=verification,
         checks=step.checks,
+        aliases=step.aliases,
+        transient=[k for k in step.transient if f"buffer/{k}" in planned.buffers],
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..artifact.graph import DTYPES, dtype_name
-from ..artifact.manifest import Argument
+from ..artifact.manifest import Argument, Manifest
 from ..artifact.structure import Structure, flatten
 from ..errors import UserError, did_you_mean
 from ..tiles.page import ALOAD, Slot
@@ -78,6 +79,48 @@ def flat_inputs(args: tuple[Any, ...], expected: list[Argument], structure: Stru
     return [torch.as_tensor(leaf) for leaf in leaves]
 
 
+def by_name(manifest: Manifest, args: tuple[Any, ...], named: dict[str, Any], *, infer: bool = False) -> tuple[Any, ...]:
+    """The inputs of run(**batch): the model's keywords as they were compiled, or the arguments by their names."""
+    kind, *rest = manifest.input_structure[1]
+    if kind == "dict" and not args:
+        model, others = {k: v for k, v in named.items() if k in rest[0]}, {k: v for k, v in named.items() if k not in rest[0]}
+        _check_names(model, manifest.input_structure[1])
+        targets = _in_order(manifest.inputs[manifest.num_model_inputs :], others) if others else ()
+        return (model, targets) if targets else (model,)
+    expected = manifest.inputs[: manifest.num_model_inputs] if infer else manifest.inputs
+    return (*args, *_in_order(expected[len(flatten(args, _is_leaf)[0]) :], named))
+
+
+def _in_order(expected: Sequence[Argument], named: dict[str, Any]) -> tuple[Any, ...]:
+    names = [a.name for a in expected]
+    problems = [f"{k}: not an input; {did_you_mean(k, names)}" for k in named if k not in names]
+    problems += [f"{k}: missing" for k in names if k not in named]
+    if problems:
+        raise UserError("input-names", "the inputs have other names than were compiled:\n    " + "\n    ".join(problems))
+    return tuple(named[k] for k in names)
+
+
+def _cast(name: str, value: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """The value in the dtype that was compiled, where that is the same kind of number; or else None. A warning, once, where
+    digits are lost."""
+    whole = not value.is_floating_point() and not value.is_complex() and value.dtype != torch.bool
+    if value.is_floating_point() and dtype.is_floating_point:
+        narrower = dtype.itemsize < value.dtype.itemsize
+    elif whole and not dtype.is_floating_point and not dtype.is_complex and dtype != torch.bool:
+        limits, narrower = torch.iinfo(dtype), dtype.itemsize < value.dtype.itemsize
+        if value.numel() and (int(value.min()) < limits.min or int(value.max()) > limits.max):
+            return None
+    else:
+        return None
+    if narrower and (name, value.dtype) not in _told:
+        _told.add((name, value.dtype))
+        warnings.warn(f"input {name} is {dtype_name(value.dtype)} and is cast to {dtype_name(dtype)} in each call", stacklevel=6)
+    return value.to(dtype)
+
+
+_told: set[tuple[str, torch.dtype]] = set()
+
+
 class InputPlan:
     """What the inputs of one kind of call must be; turns the caller's tensors into dense ones with `count` slices."""
 
@@ -119,7 +162,9 @@ class InputPlan:
             if value.device.type != "cpu" or value.layout != torch.strided:
                 problems.append(f"{argument.name}: is on {value.device} ({value.layout}), expected a dense tensor on the cpu")
                 continue
-            if value.dtype != dtype:
+            if value.dtype != dtype and (converted := _cast(argument.name, value.detach(), dtype)) is not None:
+                value = converted
+            elif value.dtype != dtype:
                 problems.append(f"{argument.name}: dtype is {dtype_name(value.dtype)}, expected {argument.type.dtype}")
             value = value.detach().resolve_neg().resolve_conj()
             if value.shape != whole:

@@ -39,7 +39,12 @@ def require_digest(path: Path, sha256: str | None, artifact: Path) -> None:
 
 
 def read(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and notes; no notes in a file that somebody else wrote."""
+    """Tensors and notes; no notes in a file that somebody else wrote. Of a folder, all its safetensors files."""
+    if Path(path).is_dir():
+        parts = [read(part)[0] for part in sorted(Path(path).glob("*.safetensors"))]
+        if not parts:
+            raise UserError("weights-missing", f"{path}: there is no safetensors file in this folder")
+        return {k: t for part in parts for k, t in part.items()}, {}
     try:
         with safetensors.safe_open(str(path), "pt") as f:  # type: ignore[no-untyped-call]
             return {k: f.get_tensor(k) for k in f.keys()}, json.loads((f.metadata() or {}).get(NOTES, "{}"))  # noqa: SIM118

@@ -26,7 +26,7 @@ from ..errors import MachineError, UserError, did_you_mean
 from ..tiles.page import ALOAD, CHKPT, PLOAD, QUIESCE
 from . import checkpoint, sync
 from .advice import advise
-from .arguments import InputPlan, joined
+from .arguments import InputPlan, by_name, joined
 from .devices import Bound, Call, Metered, NotANumber, Taken, open_device
 from .hyper import part_of, resolve
 from .leasing import Footing
@@ -169,10 +169,12 @@ class Session:
         keep_gradients: bool = False,
         num_steps: int = 1,
         outputs: str | Mapping[str, str] = "all",
+        **named: Any,
     ) -> Result:
         """Run sections, by default all of them, fused into one native call where that is possible.
 
-        inputs      model inputs and then targets, nested as at compile time or flat. bwd and opt alone need none.
+        inputs      model inputs and then targets, nested as at compile time or flat, or by name: run(**batch). bwd and opt
+                    alone need none.
         sections    any of fwd, bwd, reduce, opt. ["fwd"] changes no weight; ["bwd", "opt"] go on from the last fwd.
         out_grads   gradients of outputs, by name or position: the loss was computed on the host.
         hyper       hyperparameters to set first. An array gives each step of the call its own value; the last one stays.
@@ -181,6 +183,8 @@ class Session:
         outputs     what to bring back of a call with several micro-batches: "all", "last", "sum", only the "loss", or
                     {output name: all, last or sum}. Losses always come back, one a micro-batch.
         """
+        if named:
+            inputs = by_name(self.manifest, inputs, named)
         with self._lock:
             if sections is None and out_grads is None and hyper is None and not keep_gradients and not self._followed:
                 prepared = self._prepared.get((num_steps, outputs)) if type(outputs) is str else None
@@ -259,13 +263,15 @@ class Session:
             yield self.run(*chunk.inputs, num_steps=chunk.num_steps, hyper=now or None, outputs=outputs)
             done += chunk.num_steps
 
-    def infer(self, *inputs: Any, num_batches: int = 1) -> Any:
+    def infer(self, *inputs: Any, num_batches: int = 1, **named: Any) -> Any:
         """The model in eval mode: its outputs. Changes only buffers that the model itself changes in eval mode. Works from any
         artifact. Random numbers that the model draws in eval mode too are new in each call.
 
         num_batches   this many batches, side by side, in one native call; so are the outputs, scalars one a batch.
         """
         m = self.manifest
+        if named:
+            inputs = by_name(m, inputs, named, infer=True)
         several = (num_batches,) if num_batches > 1 else ()
         outputs = [torch.empty((*several, *a.type.shape), dtype=DTYPES[a.type.dtype]) for a in m.infer_outputs]
         with self._lock:
@@ -369,6 +375,11 @@ class Session:
         raw = outputs.make()
         try:
             bound.run(plan.take(inputs), raw, schedule)
+        except UserError as e:
+            if e.id == "input-values" and self.manifest.checks.get("fwd"):  # whether they held is not known: the step broke off
+                said = "; ".join(f"{c.text} ({c.where})" for c in self.manifest.checks["fwd"])
+                raise UserError(e.id, e.summary, found=f"{e.found}. The model's own checks: {said}", fix=e.fix) from e
+            raise
         except NotANumber as e:
             self.num_steps += e.step
             self._ran_forward, self._kept_gradients = False, frozenset()
@@ -474,9 +485,12 @@ class Session:
         return {k: t.clone() for k, t in self.buffers.items() if k.startswith(_WEIGHTS)}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Parameters and buffers by their names in the model: what model.load_state_dict takes."""
+        """Parameters and buffers by their names in the model: what model.load_state_dict takes. Tied ones have each name."""
+        m = self.manifest
         with self._lock, self.page.during(ALOAD):
-            return {k.split("/", 1)[1]: t.clone() for k, t in self.buffers.items() if k.startswith(("param/", "buffer/"))}
+            own = {k.split("/", 1)[1]: t.clone() for k, t in self.buffers.items() if k.startswith(("param/", "buffer/"))}
+        own |= {alias: own[name] for alias, name in m.aliases.items() if name in own}
+        return {k: t for k, t in own.items() if k not in m.transient}
 
     # ---- sync ----
 
@@ -489,8 +503,8 @@ class Session:
     ) -> None:
         """Copy the host's parameters and buffers, and optimizer state if given, to the session."""
         with self._lock, self.page.during(ALOAD):
-            tensors = sync.host_tensors(model, loss)
-            sync.to_device(tensors, self.buffers)
+            tensors = sync.by_buffer(self.manifest, sync.host_tensors(model, loss))
+            sync.to_device(tensors, self.buffers, () if isinstance(model, nn.Module) else self.manifest.transient)
             optimizers = None if optimizer is None else sync.several(optimizer)
             if optimizers is not None:
                 sync.optimizers_to_device(self.manifest, optimizers, tensors, self.buffers)
@@ -506,7 +520,7 @@ class Session:
     ) -> None:
         """Copy the session's parameters and buffers, and optimizer state if asked for, into the host's objects."""
         with self._lock, self.page.during(ALOAD):
-            tensors = sync.host_tensors(model, loss)
+            tensors = sync.by_buffer(self.manifest, sync.host_tensors(model, loss))
             sync.to_host(tensors, self.buffers)
             if optimizer is not None:
                 sync.optimizers_to_host(self.manifest, sync.several(optimizer), tensors, self.buffers)
@@ -522,7 +536,8 @@ class Session:
             checkpoint.write(path, tensors, notes)
 
     def load(self, path: str | Path) -> None:
-        """Weights from a file that save() or compile wrote; optimizer state too where the file has it, or else a fresh one."""
+        """Weights from a file that save() or compile wrote, or of any safetensors file with the model's names (a Hugging Face
+        checkpoint: its file, or its folder); optimizer state too where the file has it, or else a fresh one."""
         with self._lock, self.page.during(CHKPT):
             tensors, notes = checkpoint.read(path)
             self._load_tensors(tensors)
@@ -535,18 +550,14 @@ class Session:
             self._load_tensors(tensors)
 
     def _load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        prefixed = {k if k.startswith(_WEIGHTS) else self._prefixed(k): t for k, t in tensors.items()}
-        prefixed = sync.by_group(self.manifest, prefixed, self.buffers)
+        prefixed = sync.by_group(self.manifest, sync.by_buffer(self.manifest, tensors), self.buffers)
         sync.check_types(prefixed, self.buffers, "weights file")
-        sync.to_device(prefixed, self.buffers)
+        sync.to_device(prefixed, self.buffers, self.manifest.transient)
         initial = sync.initial_state(self.manifest)
         for name, buffer in self.buffers.items():  # moments and counts of other weights say nothing about these
             if name.startswith("state/") and name not in prefixed:
                 buffer.fill_(initial.get(name, 0))
         self._has_weights, self._ran_forward = True, False
-
-    def _prefixed(self, name: str) -> str:
-        return next((f"{kind}/{name}" for kind in ("param", "buffer") if f"{kind}/{name}" in self.buffers), f"param/{name}")
 
     def barrier(self) -> None:
         """Wait for the other ranks of torch.distributed, where it is up. The wait is shown as `quiesce`."""

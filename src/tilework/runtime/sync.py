@@ -32,17 +32,33 @@ def host_tensors(model: Modules, loss: nn.Module | None = None) -> dict[str, Ten
             found |= {f"param/loss.{k}": p for k, p in hidden_parameters(loss).items()}
             found |= {f"buffer/loss.{k}": b for k, b in loss.named_buffers()}
         return found
-    return {k if "/" in k else f"param/{k}": t for k, t in model.items()}
+    return dict(model)
+
+
+def by_buffer(manifest: Manifest, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors by the buffers they belong to, from names as the model's state_dict or a file has them. Tied weights may come under
+    any of their names."""
+    found: dict[str, Tensor] = {}
+    for name, t in tensors.items():
+        if name.startswith(("param/", "buffer/", "state/")):
+            found[name] = t
+            continue
+        own = manifest.aliases.get(name, name)
+        buffer = f"buffer/{own}" if f"buffer/{own}" in manifest.buffers else f"param/{own}"
+        if own == name or buffer not in found:
+            found[buffer] = t
+    return found
 
 
 def check_types(tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor], what: str) -> None:
-    """UserError that lists every tensor which has no buffer, or another shape or dtype than its buffer."""
+    """UserError that lists every tensor which has no buffer, or another shape or kind of numbers than its buffer. A file of 16
+    bits may be loaded into float32, and the other way round, as by load_state_dict."""
     problems = []
     for name, t in tensors.items():
         b = buffers.get(name)
         if b is None:
             problems.append(f"{name}: not in the artifact; {did_you_mean(name, buffers)[:120]}")
-        elif b.shape != t.shape or b.dtype != t.dtype:
+        elif b.shape != t.shape or (b.dtype != t.dtype and not b.is_floating_point() & t.is_floating_point()):
             problems.append(f"{name}: found {t.dtype} {list(t.shape)}, expected {b.dtype} {list(b.shape)}")
     if problems:
         lines = "\n    ".join(problems[:20])
@@ -50,9 +66,10 @@ def check_types(tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor], wh
                         fix="use the model that was compiled, or compile again")  # fmt: skip
 
 
-def _known(tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors that have a buffer. UserError unless there is one for every parameter and buffer of the artifact."""
-    wanted = {k for k in buffers if k.startswith(("param/", "buffer/"))}
+def _known(tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor], transient: Sequence[str] = ()) -> dict[str, Tensor]:
+    """The tensors that have a buffer. UserError unless there is one for every parameter and buffer of the artifact, `transient`
+    ones apart."""
+    wanted = {k for k in buffers if k.startswith(("param/", "buffer/"))} - {f"buffer/{k}" for k in transient}
     known = {k: t for k, t in tensors.items() if k in buffers}
     missing = sorted(wanted - set(known))
     if missing:
@@ -63,9 +80,9 @@ def _known(tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> dict
     return known
 
 
-def to_device(tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
+def to_device(tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor], transient: Sequence[str] = ()) -> None:
     with torch.no_grad():
-        for name, t in _known(tensors, buffers).items():
+        for name, t in _known(tensors, buffers, transient).items():
             buffers[name].copy_(t)
 
 

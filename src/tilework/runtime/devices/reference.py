@@ -128,7 +128,12 @@ class _Bound:
                 if call.seeds != "keep" and "rng/seed" in buffers:
                     buffers["rng/seed"].fill_(next_seed(device.bases[call.seeds], device.counters[call.seeds]))
                     device.counters[call.seeds] += 1
-                device.programs[call.micro](buffers)
+                try:
+                    device.programs[call.micro](buffers)
+                except IndexError as e:
+                    raise UserError("input-values", "an index in the inputs is out of range", found=str(e).split("\n")[0][:100],
+                                    fix="correct the class labels or token numbers; load the weights again, "
+                                    "because this step may be half done") from e  # fmt: skip
                 for buffer, target, how in targets:
                     if how == "sum":
                         target[0].add_(buffers[buffer])
