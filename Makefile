@@ -1,4 +1,4 @@
-# make setup | demo | test | test-full | bench | bench-smoke | lint | wheel | clean
+# make setup | demo | test | test-full | coverage | bench | bench-smoke | lint | wheel | clean
 # `make demo ARGS="--data-path DIR"` trains on the full MNIST files; `make demo ARGS=--download` fetches them first.
 # `make bench ARGS="--rows lenet-1 --rounds 5"` measures some rows; bench/README.md has the rest.
 
@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: setup demo test test-full bench bench-smoke lint wheel clean
+.PHONY: setup demo test test-full coverage bench bench-smoke lint wheel clean
 
 setup: $(VENV)/.ready
 
@@ -34,6 +34,16 @@ test: lint
 
 test-full: lint
 	@$(BIN)/python scripts/test_full.py $(ARGS)
+
+# Models of public libraries beside eager PyTorch; the table goes into docs/coverage.md. The libraries are installed when they are
+# first needed, without what they depend on: some of them would bring another torch.
+$(VENV)/.coverage-ready: $(VENV)/.ready requirements-coverage.lock
+	@echo "installing the libraries whose models are tried"
+	@$(BIN)/pip install -q --disable-pip-version-check --no-deps -r requirements-coverage.lock
+	@touch $@
+
+coverage: $(VENV)/.coverage-ready
+	@$(BIN)/python tests/coverage/run.py --out docs/coverage.md $(ARGS)
 
 # JAX is a peer in the benchmark and nothing else: installed when it is first needed.
 $(VENV)/.bench-ready: $(VENV)/.ready requirements-bench.lock
