@@ -11,7 +11,7 @@ from msgspec import Meta, Struct
 from . import structure
 from .graph import DTYPES, TensorType
 
-FORMAT_VERSION = (1, 1)  # major: readers of another major refuse; minor: newer readers accept older files
+FORMAT_VERSION = (1, 2)  # major: readers of another major refuse; minor: newer readers accept older files
 
 Size = Annotated[int, Meta(ge=0, lt=2**40)]
 Count = Annotated[int, Meta(ge=0)]

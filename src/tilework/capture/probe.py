@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 
 from ..artifact.structure import Structure, flatten, flatten_outputs, names
-from ..errors import Place, TileworkError, UserError
+from ..errors import Place, TileworkError, TileworkWarning, UserError
 from ..random import DropoutSite, seeded
 from ..reach import hidden_parameters
 from ..step import Step
@@ -92,7 +92,7 @@ def evaluate(step: Step, inputs: Any, targets: Any, *, tell: bool = False) -> tu
         raise NotMasked  # its shape would depend on values
     if dropped and tell:
         warnings.warn(f"the model returns objects that an artifact cannot hold; they are left out: {', '.join(dropped)}",
-                      stacklevel=2)  # fmt: skip
+                      TileworkWarning, stacklevel=2)  # fmt: skip
     return outputs, structure
 
 
@@ -221,7 +221,7 @@ def _carried(changed: list[Change], run: _Run) -> list[Change]:
     kept = [c for c in new if storage_of(c.before) not in run.used]
     if kept:
         names = ", ".join(sorted({c.path.replace(".__dict__", "") for c in kept}))
-        warnings.warn(f"forward sets attributes of the model that an artifact does not: {names}", stacklevel=2)
+        warnings.warn(f"forward sets attributes of the model that an artifact does not: {names}", TileworkWarning, stacklevel=2)
     return [c for c in changed if not any(c is k for k in kept)]
 
 

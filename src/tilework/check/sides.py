@@ -122,8 +122,7 @@ def run_module(manifest: Manifest, step: Step, inputs: list[Tensor], *, shaken: 
                 for t in host(step).values():
                     t.data.copy_(_shaken(t, generator))
         if "infer" in manifest.programs:
-            with restored(step, optimizers=False):
-                found["infer"] = {"output": _infer(step, _one_batch(manifest, inputs))}
+            found["infer"] = {"output": _infer(step, _one_batch(manifest, inputs))}
         if trains:
             found["fused"] = found["sections"] = _train(manifest, step, inputs, 0)
             found["again"] = _train(manifest, step, inputs, 1)
@@ -199,11 +198,22 @@ def _train(manifest: Manifest, step: Step, inputs: list[Tensor], number: int) ->
 
 
 def _infer(step: Step, inputs: list[Tensor]) -> Tensors:
+    for gradients in (False, True):  # a model that takes gradients in forward cannot do without
+        try:
+            with restored(step, optimizers=False), torch.set_grad_enabled(gradients):
+                return _outputs_of(step, inputs)
+        except RuntimeError as e:
+            if gradients or "does not require grad" not in str(e):
+                raise
+    raise AssertionError
+
+
+def _outputs_of(step: Step, inputs: list[Tensor]) -> Tensors:
     structure = flatten(step.inputs if isinstance(step.inputs, (tuple, list, dict)) else (step.inputs,))[1]
     for _, root in step.modules:
         root.eval()
     own = [t.detach().clone() for t in inputs]
-    with seeded(torch.tensor(next_seed(inference_base(SEED), 0))), _autocast(step):  # with gradients: forward may take some
+    with seeded(torch.tensor(next_seed(inference_base(SEED), 0))), _autocast(step):
         leaves, shape, _ = flatten_outputs(step.call_model(unflatten(structure, iter(own))))
     return {k: t.detach().clone() for k, t in zip(names(shape, "output"), leaves, strict=True)}
 

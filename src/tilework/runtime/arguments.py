@@ -13,7 +13,7 @@ from torch import Tensor
 from ..artifact.graph import DTYPES, dtype_name
 from ..artifact.manifest import Argument, Manifest
 from ..artifact.structure import Structure, flatten
-from ..errors import UserError, did_you_mean
+from ..errors import TileworkWarning, UserError, did_you_mean
 from ..tiles.page import ALOAD, Slot
 
 
@@ -114,7 +114,11 @@ def _cast(name: str, value: Tensor, dtype: torch.dtype) -> Tensor | None:
         return None
     if narrower and (name, value.dtype) not in _told:
         _told.add((name, value.dtype))
-        warnings.warn(f"input {name} is {dtype_name(value.dtype)} and is cast to {dtype_name(dtype)} in each call", stacklevel=6)
+        warnings.warn(
+            f"input {name} is {dtype_name(value.dtype)} and is cast to {dtype_name(dtype)} in each call",
+            TileworkWarning,
+            stacklevel=6,
+        )
     return value.to(dtype)
 
 
