@@ -1,4 +1,4 @@
-"""A sample of the models that docs/coverage.md lists, five steps beside eager PyTorch. All of them: make test-full, make coverage."""
+"""A sample of the models in docs/coverage.md, five steps beside eager PyTorch. All of them: make coverage, make test-full."""
 
 from __future__ import annotations
 

@@ -103,7 +103,28 @@ def _softmax_over_rows(net: Any, x: Tensor, y: Tensor, m: Tensor) -> Tensor:
 @pytest.mark.parametrize("how", [_over_rows, _number_of_rows, _other_masks, _products, _dropout, _softmax_over_rows],
                          ids=lambda f: f.__name__)  # fmt: skip
 def test_what_needs_the_number_of_rows_is_refused(how: Callable[..., Tensor]) -> None:
-    model = Model(how)
+    model = Model(lambda net, x, y, m: how(net, x, y, m & (x[..., 0] > -100)))
     with pytest.raises(tilework.UserError, match="shape of the result depends on a tensor's values") as error:
         capture(tilework.Step(model=model, inputs=(X, Y, M), optimizer=torch.optim.SGD(model.parameters(), lr=0.1)))
     assert "test_masked.py" in str(error.value)
+
+
+@pytest.mark.parametrize("device", ["reference", "cpu"])
+def test_numbers_that_follow_from_integer_inputs_are_fixed_and_checked(device: str, tmp_path: Path) -> None:
+    def how(net: Any, x: Tensor, y: Tensor, m: Tensor) -> Tensor:
+        return net(x)[m].cumsum(0).mean() + torch.zeros(int(y.max()) + 1).index_add(0, y.flatten(), x[..., 0].flatten()).max()
+
+    m, y = torch.zeros(3, 5, dtype=torch.bool), torch.zeros(3, 5, dtype=torch.int64)
+    m[0, :4], y[1, 2] = True, 3
+    model, twin = Model(how), Model(how)
+    step = tilework.Step(model=model, inputs=(X, y, m), optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    options = tilework.Options(device=device, programs="fused", opt_level=1)
+    with pytest.warns(tilework.TileworkWarning, match="4 elements are chosen here; .*the number that is read here is 3"):
+        tilework.compile(step, tmp_path / "a.pef", options=options, weights="inside")
+    with tilework.load(tmp_path / "a.pef", device=device) as session:
+        others, turned = y.flip(0), m.flip(1)
+        torch.testing.assert_close(session.run(X, others, turned).loss, twin(X, others, turned).detach())
+        with pytest.raises(tilework.UserError, match="4 elements are chosen here in this artifact"):
+            session.run(X, y, ~m)
+        with pytest.raises(tilework.UserError, match="the number that is read here is 3 in this artifact"):
+            session.run(X, y.clamp(max=1), m)

@@ -56,7 +56,7 @@ def test_checks_of_the_model_are_checks_of_every_run(tmp_path: Path, device: str
             session.infer(x.index_fill(0, torch.tensor([1]), float("inf")), y)
         with pytest.raises(tilework.UserError, match=r"out of range(?s:.*)labels must not begin at 1") as error:
             session.run(x, torch.tensor([0, 1, 4]))
-        assert error.value.id == "input-values"
+        assert error.value.id == "run-check"
         # of several steps in one call, those before the one at fault are done
         before = session.num_steps
         with pytest.raises(tilework.UserError, match="labels"):

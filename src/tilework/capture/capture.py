@@ -366,6 +366,8 @@ class _Capture:
         def infer(*args: Tensor) -> list[Tensor]:
             nonlocal structure
             inputs, _ = self._fresh([*args[:n], *self.flat[n:]])
+            if isinstance(mode, WatchOperators):
+                mode.takes(self.last_leaves)
             bf16 = self.step.precision == "bfloat16"
             with seeded(args[n]), captured(masks=self.probe.masks), torch.autocast("cpu", torch.bfloat16, enabled=bf16), mode:
                 outputs, structure, _ = flatten_outputs(self.step.call_model(inputs))
@@ -380,7 +382,7 @@ class _Capture:
             # For real first: what the model keeps for later must not be made of traced tensors.
             held = [(m._buffers, dict(m._buffers)) for _, root in self.step.modules for m in root.modules()]
             findings = Findings()
-            mode = watch = WatchOperators(findings, [*self.weights.values(), *self.flat])
+            mode = watch = WatchOperators(findings, self.weights.values())
             with WatchFunctions(watch):
                 infer(*self.flat[:n], torch.tensor(1))
             watch.put_back()

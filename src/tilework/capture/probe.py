@@ -189,7 +189,7 @@ def _watched(
     inputs, targets = example()
     module_names = {id(m): path for _, root in step.modules for path, m in root.named_modules()}
     own = [t for _, root in step.modules for t in [*root.parameters(), *root.buffers()]]
-    operators = WatchOperators(findings, [*own, *flatten(inputs)[0], *flatten(targets)[0]])
+    operators = WatchOperators(findings, own, [*flatten(inputs)[0], *flatten(targets)[0]])
     operators.line_at = line_at
     stack.callback(operators.put_back)
     python = WatchPython(findings)
@@ -200,6 +200,9 @@ def _watched(
             sources = [o for o in outputs if o.requires_grad]
             if sources and trainable:
                 gradients(sources, list(trainable.values()), [torch.ones_like(o) for o in sources])
+    if operators.fixed and tell:
+        warnings.warn("numbers that depend on integer inputs are fixed in the artifact, and checked in each run: "
+                      + "; ".join(dict.fromkeys(operators.fixed)), TileworkWarning, stacklevel=2)  # fmt: skip
     return _Run(
         outputs, structure, random.sites, trainable, operators.log, python.assigned, operators.line, Snapshot(step.modules),
         operators.changing, operators.reads, operators.differentiates, operators.used,

@@ -1,8 +1,9 @@
 """Values that Python reads from tensors while the step runs: in branches, as numbers, as lists.
 
 Most of them would be frozen into the artifact and are refused (watch.py). Some may be read, because they cannot be otherwise at
-run time, or because being otherwise is an error: what follows from constants alone; a random number below 1 compared with 1; and
-checks, whose other side raises. Those are answered while the step is traced, and a check becomes a check of every run."""
+run time, or because being otherwise is an error: what follows from constants alone; a random number below 1 compared with 1;
+checks, whose other side raises; and whole numbers that follow from integer inputs alone, such as how many graphs a batch has. Those
+are answered while the step is traced, and what could be otherwise becomes a check of every run."""
 
 from __future__ import annotations
 
@@ -41,9 +42,17 @@ def has_dynamic_shape(func: Any, args: Any) -> bool:
     )
 
 
+def selecting(func: Any, args: Any) -> Tensor | None:
+    """The mask of nonzero(mask) or x[..., mask, ...]; None for other operators whose shape depends on values."""
+    if func is aten.nonzero.default:
+        return args[0]
+    masks = [i for i in args[1] if i is not None and i.dtype == torch.bool] if func is aten.index.Tensor else []
+    return masks[0] if len(masks) == 1 and not any(i is not None and i.dtype == torch.uint8 for i in args[1]) else None
+
+
 @dataclass(frozen=True)
 class Read:
-    """One value that Python got: a number, or a tensor whose shape depends on values."""
+    """One value that Python got: a number, or a tensor whose shape depends on values (with a check: its number of rows)."""
 
     kind: str  # the operator
     value: Any
@@ -51,21 +60,32 @@ class Read:
 
 
 class Origins:
-    """Which tensors follow from constants alone: those that this run has made of nothing else. Whatever comes from outside may be
-    another at the next step."""
+    """Which tensors follow from constants alone, or from integer inputs too: those that this run has made of nothing else.
+    Whatever comes from elsewhere may be another at the next step."""
 
-    def __init__(self) -> None:
-        self._constant: dict[int, UntypedStorage] = {}  # held, so that no other memory takes their place
+    def __init__(self, inputs: Iterable[Tensor] = ()) -> None:
+        # Memory is held, so that no other takes its place.
+        self._constant: dict[int, UntypedStorage] = {}
+        self._given = {storage_of(t): t.untyped_storage() for t in inputs if not (t.is_floating_point() or t.is_complex())}
         self._uniform: dict[int, UntypedStorage] = {}  # random numbers in [0, 1)
+        self._chance: dict[int, UntypedStorage] = {}  # what they were compared to
 
     def is_constant(self, *tensors: Tensor) -> bool:
         return all(storage_of(t) in self._constant for t in tensors)
 
+    def is_given(self, *tensors: Tensor) -> bool:
+        return all(storage_of(t) in self._constant or storage_of(t) in self._given for t in tensors)
+
+    def is_chance(self, *tensors: Tensor) -> bool:
+        return any(storage_of(t) in self._chance for t in tensors)
+
     def note(self, func: Any, args: Any, inputs: Sequence[Tensor], results: Sequence[Tensor], written: Sequence[Tensor]) -> None:
         """An operator has run."""
-        constant = self.is_constant(*inputs) and func.namespace != "tilework" and func not in RANDOM_OPERATORS
-        constant = constant and torch.Tag.nondeterministic_seeded not in func.tags
-        if func in _COMPARED and storage_of(inputs[0]) in self._uniform:
+        same = func.namespace != "tilework" and func not in RANDOM_OPERATORS
+        same = same and torch.Tag.nondeterministic_seeded not in func.tags
+        constant, given = same and self.is_constant(*inputs), same and self.is_given(*inputs)
+        compared = func in _COMPARED and storage_of(inputs[0]) in self._uniform
+        if compared:
             limit = args[1]  # a number in [0, 1) is always on the same side of these: a layer that is dropped never, or always
             constant = limit < 0 or limit >= 1 or (limit == 0 and func in (aten.lt.Scalar, aten.ge.Scalar))
         read = {storage_of(t) for t in inputs}
@@ -73,10 +93,14 @@ class Origins:
             key = storage_of(t)
             if key not in read:
                 self._put(self._constant, key, t, constant)
+                self._put(self._given, key, t, given and not constant and not (t.is_floating_point() or t.is_complex()))
                 self._put(self._uniform, key, t, func in _UNIFORM)
+                self._put(self._chance, key, t, compared and not constant)
         for t in written:
             if not constant:
                 self._constant.pop(storage_of(t), None)
+            if not given:
+                self._given.pop(storage_of(t), None)
             self._uniform.pop(storage_of(t), None)
 
     @staticmethod
@@ -106,6 +130,17 @@ class Answers(TorchDispatchMode):
                            found=kind, expected=read.kind if read else "no more reads")  # fmt: skip
         return read
 
+    def _of_fixed_size(self, func: Any, args: Any, count: int) -> Tensor:
+        """nonzero, or indexing with a mask, where the number of chosen elements is as it was."""
+        mask = selecting(func, args)
+        assert mask is not None
+        self.violated.append(mask.count_nonzero() != count)
+        places = aten.nonzero_static(mask, size=count)
+        if func is aten.nonzero.default:
+            return places
+        indices = [part for i in args[1] for part in (places.unbind(1) if i is mask else (i,))]
+        return aten.index(args[0], indices)
+
     def values(self) -> list[Tensor]:
         """One tensor with a number for each check, NaN where it is violated; nothing where there are none."""
         if not self.violated:
@@ -113,11 +148,14 @@ class Answers(TorchDispatchMode):
         return [torch.where(torch.stack(self.violated), float("nan"), 0.0)]
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if func in READS or has_dynamic_shape(func, args):
+        if func in READS:
             read = self._next(str(func))
             if read.check is not None:
                 self.violated.append(args[0].reshape(()) != read.value)
             return read.value
+        if has_dynamic_shape(func, args):
+            read = self._next(str(func))
+            return read.value if read.check is None else self._of_fixed_size(func, args, read.value)
         return func(*args, **(kwargs or {}))
 
 

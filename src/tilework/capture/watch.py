@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..artifact.manifest import Check
 from ..errors import Place
 from ..random import RANDOM_OPERATORS
-from .reads import READS, Origins, Read, check_of, has_dynamic_shape, reading_frame, storage_of
+from .reads import READS, Origins, Read, check_of, has_dynamic_shape, reading_frame, selecting, storage_of
 from .source import is_user_file, line_text, short, user_frame
 
 aten = torch.ops.aten
@@ -57,6 +57,10 @@ _NO_RANDOM = (
 _PRINT = (
     "forward runs in Python only once, at compile time; this would print then and never again",
     "return the value from forward and print it after the step; or remove the line",
+)
+_CHANCE = (
+    "the branch depends on a random number; it would be drawn once, at compile time, and frozen into the artifact",
+    "never or always: set the probability to 0 (layerdrop=0.0) or 1; or choose with tensors: x + layer(x) * (torch.rand(()) > p)",
 )
 _CLOCK = (
     "the time would be read once, at compile time, and frozen into the artifact",
@@ -141,13 +145,14 @@ class WatchOperators(TorchDispatchMode):
     """Sees operators with data-dependent results and writes to tensors from outside, whatever Python path led to them.
     Keeps a log: two runs of a step that can be captured have the same."""
 
-    def __init__(self, findings: Findings, allowed: Iterable[Tensor] = ()) -> None:
+    def __init__(self, findings: Findings, allowed: Iterable[Tensor] = (), inputs: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self.findings = findings
         self.allowed = {storage_of(t) for t in allowed}  # what the step may change: parameters, buffers, its inputs
-        self.origins = Origins()
+        self.takes(inputs)
         self.reads: list[Read] = []  # that may be
         self.used: set[int] = set()  # memory that operators have read
+        self.fixed: list[str] = []  # what was read from integer inputs, and is fixed
         self.differentiates = False  # whether the model takes gradients inside its own forward
         self.method: str | None = None  # by which the user's code is reading a value right now; "": seen already
         self.made: set[int] = set()  # storages that this run has made
@@ -158,6 +163,12 @@ class WatchOperators(TorchDispatchMode):
         self.line_at: int | None = None  # number in the log whose line is wanted
         self.line: Line | None = None
 
+    def takes(self, inputs: Iterable[Tensor]) -> None:
+        """These are the step's inputs."""
+        inputs = list(inputs)
+        self.allowed |= {storage_of(t) for t in inputs}
+        self.origins = Origins(inputs)
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         kwargs = kwargs or {}
         if len(self.log) == self.line_at:
@@ -165,7 +176,9 @@ class WatchOperators(TorchDispatchMode):
         self.log.append((str(func), _spelt(args), _spelt(kwargs)))
         dynamic = has_dynamic_shape(func, args)
         constant = (func in READS or dynamic) and self.origins.is_constant(*_tensors(args))
-        if dynamic and not constant:
+        mask = selecting(func, args) if dynamic and not constant else None
+        fixed = mask is not None and self.origins.is_given(mask)  # how many are chosen is checked in each run
+        if dynamic and not constant and not fixed:
             self.findings.add("shape", *_SHAPE)
         elif func in READS or dynamic:
             pass
@@ -184,7 +197,11 @@ class WatchOperators(TorchDispatchMode):
         read = {storage_of(t) for t in inputs}
         self.used |= read
         self.made |= _storages(result) - read  # a view is not new memory
-        if func in READS or (dynamic and constant):
+        if fixed and mask is not None:
+            count = int(mask.count_nonzero())
+            self.reads.append(Read(str(func), count, self._fixed(f"{count} elements are chosen here")))
+            self.log.append(count)
+        elif func in READS or (dynamic and constant):
             self._note_read(func, args, result, constant)
         written = _written_tensors(func, args, kwargs) if func._schema.is_mutable else []
         self.origins.note(func, args, inputs, _tensors(result), written)
@@ -199,10 +216,22 @@ class WatchOperators(TorchDispatchMode):
             return
         frame = reading_frame(sys._getframe(1))
         check = check_of(frame) if frame is not None and not constant and isinstance(value, bool) and func is READS[0] else None
+        whole = isinstance(value, int) and not isinstance(value, bool) and self.origins.is_given(args[0])
         if constant or check is not None:
             self.reads.append(Read(str(func), value, check if isinstance(check, Check) else None))
+        elif whole:
+            self.reads.append(Read(str(func), value, self._fixed(f"the number that is read here is {value}")))
+        elif self.origins.is_chance(args[0]):
+            self.findings.add("read", *_CHANCE)
         else:
             self.findings.add_read(self.method or "item", user_frame())
+
+    def _fixed(self, words: str) -> Check:
+        """What depends on integer inputs alone is fixed in an artifact, said once, and checked in each run."""
+        at = user_frame()
+        where = short(*at) if at else "the model"
+        self.fixed.append(f"{where}: {words}")
+        return Check(where, f"{words} in this artifact, and other inputs need a compile of their own")
 
     def _before_write(self, func: Any, args: Any, kwargs: Any) -> None:
         for t in _written_tensors(func, args, kwargs):

@@ -22,7 +22,7 @@ from ..artifact.fingerprint import require
 from ..artifact.graph import DTYPES
 from ..artifact.reader import Artifact, read_artifact
 from ..artifact.structure import unflatten
-from ..errors import MachineError, UserError, did_you_mean
+from ..errors import MachineError, TileworkError, UserError, did_you_mean
 from ..tiles.page import ALOAD, CHKPT, PLOAD, QUIESCE
 from . import checkpoint, sync
 from .advice import advise
@@ -375,11 +375,14 @@ class Session:
         raw = outputs.make()
         try:
             bound.run(plan.take(inputs), raw, schedule)
-        except UserError as e:
-            if e.id == "input-values" and self.manifest.checks.get("fwd"):  # whether they held is not known: the step broke off
-                said = "; ".join(f"{c.text} ({c.where})" for c in self.manifest.checks["fwd"])
-                raise UserError(e.id, e.summary, found=f"{e.found}. The model's own checks: {said}", fix=e.fix) from e
-            raise
+        except TileworkError as e:
+            checks = self.manifest.checks.get("fwd")
+            if e.id not in ("input-values", "native-run") or not checks:
+                raise
+            said = "".join(f"\n    {c.text} ({c.where})" for c in checks)  # whether they held is not known
+            raise UserError("run-check", f"the step broke off: {e.summary}. The model asks of its inputs:{said}",
+                            found=e.found, fix="look at the inputs of this call; load the weights again, because this step may "
+                            "be half done") from e  # fmt: skip
         except NotANumber as e:
             self.num_steps += e.step
             self._ran_forward, self._kept_gradients = False, frozenset()

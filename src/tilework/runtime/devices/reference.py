@@ -13,7 +13,7 @@ import torch
 from ... import operators  # noqa: F401  (defines our own operators)
 from ...artifact.graph import Graph, Ref
 from ...artifact.reader import Artifact
-from ...errors import UserError
+from ...errors import MachineError, UserError
 from ...random import next_seed
 from . import Call, NotANumber, inference_base
 
@@ -134,6 +134,8 @@ class _Bound:
                     raise UserError("input-values", "an index in the inputs is out of range", found=str(e).split("\n")[0][:100],
                                     fix="correct the class labels or token numbers; load the weights again, "
                                     "because this step may be half done") from e  # fmt: skip
+                except RuntimeError as e:
+                    raise MachineError("native-run", f"a program failed: {str(e).splitlines()[0][:200]}") from e
                 for buffer, target, how in targets:
                     if how == "sum":
                         target[0].add_(buffers[buffer])
