@@ -152,7 +152,7 @@ def test_truncated_and_flipped(good: Path, tmp_path: Path) -> None:
 def test_newer_and_older_versions(good: Path, tmp_path: Path) -> None:
     members = forge.members_of(good)
     newer = forge.change_manifest(members, format=[1, 7], something_new=1)
-    refused(forge.write(tmp_path / "n.pef", newer), "newer Tilework", "format 1.7", "format 1.1 or older")
+    refused(forge.write(tmp_path / "n.pef", newer), "newer Tilework", "format 1.7", "format 1.2 or older")
     older = forge.change_manifest(members, format=[0, 9])
     refused(forge.write(tmp_path / "o.pef", older), "old format", "format 0.9")
 

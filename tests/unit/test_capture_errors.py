@@ -57,7 +57,7 @@ def item(self, x):
 
 
 def masked(self, x):
-    return x[x > 0].sum() + x  # HERE masked
+    return x[x > 0].cumsum(0).sum() + x  # HERE masked
 
 
 def nonzero(self, x):
@@ -85,7 +85,7 @@ def counts(self, x):
         (while_loop, "while x.abs().max() > 1:", "fixed number of times"),
         (for_loop, "for _ in range(int(x.abs().sum())):", "fixed number of times"),
         (item, "return x * x.mean().item()", "keep the value as a tensor"),
-        (masked, "return x[x > 0].sum() + x", "mask"),
+        (masked, "return x[x > 0].cumsum(0).sum() + x", "mask"),
         (nonzero, "return x + torch.nonzero(x).sum()", "mask"),
         (to_numpy, "x.detach().numpy()", "torch function"),
         (prints, 'print("x is", x.shape)', "return the value"),

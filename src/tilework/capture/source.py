@@ -16,6 +16,7 @@ _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _TILEWORK = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _OWN_MODELS = os.path.join(_TILEWORK, "zoo") + os.sep  # models we ship count as user code
 _STDLIB = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
+_CALLERS = {os.path.join(_TILEWORK, *name.split("/")) for name in ("step.py", "capture/probe.py", "capture/capture.py")}
 _FRAME = re.compile(r'File "(.+?)", line (\d+)')
 
 
@@ -40,9 +41,9 @@ def short(path: str, number: int) -> str:
 
 
 def user_frame(frame: FrameType | None = None) -> tuple[str, int] | None:
-    """(path, line) of the innermost frame that is in the user's code."""
+    """(path, line) of the innermost frame that is in the user's code; None where the model has none, as in a backward pass."""
     frame = frame or sys._getframe(1)
-    while frame is not None:
+    while frame is not None and frame.f_code.co_filename not in _CALLERS:
         if is_user_file(frame.f_code.co_filename):
             return frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back  # type: ignore[assignment]

@@ -91,10 +91,8 @@ class Findings:
     def add(self, kind: str, why: str, fix: str, at: Line | None = None, *, where: str = "") -> None:
         """`where`: what to name if no line of the user's is known."""
         at = at or (None if where else user_frame())
-        if at is not None:
-            self.places.setdefault((short(*at), kind), Place(short(*at), line_text(*at), why, fix))
-        elif where:
-            self.places.setdefault((where, kind), Place(where, "", why, fix))
+        where = short(*at) if at is not None else where or "the model, outside of its own lines (in the backward pass, say)"
+        self.places.setdefault((where, kind), Place(where, line_text(*at) if at is not None else "", why, fix))
 
     def add_read(self, method: str, at: Line | None) -> None:
         why, fix = _READS[method]
@@ -301,6 +299,7 @@ class WatchPython:
     def __enter__(self) -> WatchPython:
         self._random = random.getstate(), np.random.get_state()
         self._line: Line | None = None
+        self._numpy_line: Line | None = None
         self._before = sys.getprofile()
         sys.setprofile(self._event)
         return self
@@ -317,6 +316,8 @@ class WatchPython:
                     self.findings.add(*kind, at=(frame.f_code.co_filename, frame.f_lineno))
             elif self._line is None and isinstance(getattr(arg, "__self__", None), random.Random):
                 self._line = user_frame(frame)
+            elif self._numpy_line is None and isinstance(getattr(arg, "__self__", None), np.random.RandomState):
+                self._numpy_line = user_frame(frame)
         elif event == "call" and frame.f_code is _SET_ATTRIBUTE:
             own = frame.f_locals
             self.assigned.setdefault((id(own.get("self")), str(own.get("name"))), user_frame(frame.f_back))
@@ -333,4 +334,4 @@ class WatchPython:
             self.findings.add("python random", *OTHER_RANDOM, at=self._line, where="the model")
         if not all(np.array_equal(a, b) for a, b in zip(np.random.get_state(), numpy, strict=True)):
             np.random.set_state(numpy)
-            self.findings.add("numpy random", *OTHER_RANDOM, where="the model (NumPy's generator)")
+            self.findings.add("numpy random", *OTHER_RANDOM, at=self._numpy_line, where="the model (NumPy's generator)")
