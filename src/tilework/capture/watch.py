@@ -299,7 +299,6 @@ class WatchPython:
     def __enter__(self) -> WatchPython:
         self._random = random.getstate(), np.random.get_state()
         self._line: Line | None = None
-        self._numpy_line: Line | None = None
         self._before = sys.getprofile()
         sys.setprofile(self._event)
         return self
@@ -316,8 +315,6 @@ class WatchPython:
                     self.findings.add(*kind, at=(frame.f_code.co_filename, frame.f_lineno))
             elif self._line is None and isinstance(getattr(arg, "__self__", None), random.Random):
                 self._line = user_frame(frame)
-            elif self._numpy_line is None and isinstance(getattr(arg, "__self__", None), np.random.RandomState):
-                self._numpy_line = user_frame(frame)
         elif event == "call" and frame.f_code is _SET_ATTRIBUTE:
             own = frame.f_locals
             self.assigned.setdefault((id(own.get("self")), str(own.get("name"))), user_frame(frame.f_back))
@@ -334,4 +331,4 @@ class WatchPython:
             self.findings.add("python random", *OTHER_RANDOM, at=self._line, where="the model")
         if not all(np.array_equal(a, b) for a, b in zip(np.random.get_state(), numpy, strict=True)):
             np.random.set_state(numpy)
-            self.findings.add("numpy random", *OTHER_RANDOM, at=self._numpy_line, where="the model (NumPy's generator)")
+            self.findings.add("numpy random", *OTHER_RANDOM, where="the model (NumPy's generator)")
