@@ -1,8 +1,8 @@
 """One model of a public library: five training steps of Tilework beside five of eager PyTorch, from the same weights, on the same
 batches, with the same random numbers, in train() mode.
 
-Where the two part by more than rounding, float64 decides: Tilework is right if it is not much further from what PyTorch computes in
-float64 than PyTorch's own float32 is, in four runs whose parameters differ in their last bits."""
+Where the two part by more than rounding, float64 decides: Tilework is right if it is not much further from what PyTorch computes
+in float64 than PyTorch's own float32 is, in four runs whose parameters differ in their last bits."""
 
 from __future__ import annotations
 

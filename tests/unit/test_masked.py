@@ -48,7 +48,13 @@ def _rows(net: Any, x: Tensor, y: Tensor, m: Tensor) -> Tensor:
     return (F.normalize(net(x)[m], dim=-1) * F.one_hot(y, 4)[m]).sum(1).mean() + net(x)[m, 1:3].mean() + net(x)[m].sum() * 0.01
 
 
-RIGHT = [_cross_entropy, _weighted, _none, _regression, _logarithms, _back, _rows]
+def _dimensions(net: Any, x: Tensor, y: Tensor, m: Tensor) -> Tensor:
+    flags = (y > 1)[m]
+    rows = F.normalize(net(x)[m]) + F.layer_norm(net(x)[m], (4,)) + F.embedding(y[m], net.weight)[:, :4].softmax(1)
+    return (rows.amax(1) * (~flags).float()).mean() + rows.logsumexp(-1)[:, None].mean() + flags.float().mean()
+
+
+RIGHT = [_dimensions, _cross_entropy, _weighted, _none, _regression, _logarithms, _back, _rows]
 
 
 class Model(nn.Module):
@@ -96,11 +102,15 @@ def _dropout(net: Any, x: Tensor, y: Tensor, m: Tensor) -> Tensor:
     return F.dropout(net(x)[m], 0.5).mean()
 
 
+def _norms(net: Any, x: Tensor, y: Tensor, m: Tensor) -> Tensor:
+    return net(x)[m].norm(1, -1).mean()
+
+
 def _softmax_over_rows(net: Any, x: Tensor, y: Tensor, m: Tensor) -> Tensor:
     return net(x)[m].softmax(0).square().sum()
 
 
-@pytest.mark.parametrize("how", [_over_rows, _number_of_rows, _other_masks, _products, _dropout, _softmax_over_rows],
+@pytest.mark.parametrize("how", [_over_rows, _number_of_rows, _other_masks, _products, _dropout, _softmax_over_rows, _norms],
                          ids=lambda f: f.__name__)  # fmt: skip
 def test_what_needs_the_number_of_rows_is_refused(how: Callable[..., Tensor]) -> None:
     model = Model(lambda net, x, y, m: how(net, x, y, m & (x[..., 0] > -100)))

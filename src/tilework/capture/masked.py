@@ -28,8 +28,8 @@ _SAME = {  # each element by itself
 _SIGNS = ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "rpow", "neg", "eq", "ne", "lt", "le",
           "gt", "ge", "and", "or", "invert")  # fmt: skip
 _SAME |= {f"__{sign}__" for sign in _SIGNS} | {"__div__", "__rdiv__"}
-_ROWS = {"linear", "layer_norm", "rms_norm", "embedding", "normalize"}  # each row by itself, along its last dimensions
-_ALONG = {"softmax", "log_softmax", "sum", "mean", "amax", "amin", "argmax", "argmin", "norm", "logsumexp", "cumsum", "unsqueeze",
+_ROWS = {"linear", "layer_norm", "rms_norm", "embedding"}  # each row by itself, along its last dimensions
+_ALONG = {"softmax", "log_softmax", "sum", "mean", "amax", "amin", "argmax", "argmin", "logsumexp", "cumsum", "unsqueeze",
           "squeeze", "prod", "std", "var"}  # fmt: skip
 _LOSSES = {"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits",
            "kl_div", "soft_margin_loss"}  # fmt: skip
@@ -41,10 +41,13 @@ class Masked:
     def __init__(self, values: Tensor, mask: Tensor) -> None:
         if mask.dim() > values.dim() or values.shape[: mask.dim()] != mask.shape or not mask.dim():
             raise NotMasked
-        self.mask = mask
-        self.full = torch.where(self._over(values), values, torch.ones_like(values) if values.is_floating_point() else 0)
+        self.mask, self._version = mask, mask._version
+        filler = torch.ones_like(values) if values.is_floating_point() else torch.zeros_like(values)
+        self.full = torch.where(self._over(values), values, filler)
 
     def _over(self, values: Tensor) -> Tensor:
+        if self.mask._version != self._version:  # changed in place since the rows were selected
+            raise NotMasked
         return self.mask.reshape(*self.mask.shape, *[1] * (values.dim() - self.mask.dim()))
 
     @property
@@ -81,7 +84,7 @@ class Masked:
         return self.total() / (self.mask.sum() * inner)
 
     def put_into(self, target: Tensor, mask: Tensor) -> None:
-        if mask is not self.mask or target.shape != self.full.shape:
+        if mask is not self.mask or mask._version != self._version or target.shape != self.full.shape:
             raise NotMasked
         target.copy_(torch.where(self._over(self.full), self.full.to(target.dtype), target))
 
@@ -154,13 +157,17 @@ def _apply(name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: dic
     full, named = [whole(a) for a in args], {k: whole(v) for k, v in kwargs.items()}
     if name in _SAME and all(t.dim() <= min(m._rest for m in masked) for t in others):
         return Masked(func(*full, **named), one.mask)
-    if name in _ROWS and isinstance(args[0], Masked) and len(masked) == 1:
+    if name == "normalize" and isinstance(args[0], Masked) and len(args) == 1:
+        return Masked(func(one.full, **{**kwargs, "dim": one._dim(kwargs.get("dim", 1))}), one.mask)
+    changes_table = name == "embedding" and (kwargs.get("max_norm") is not None or any(a is not None for a in args[3:4]))
+    if name in _ROWS and isinstance(args[0], Masked) and len(masked) == 1 and not changes_table:
         return Masked(func(*full, **named), one.mask)
     if name in _ALONG and len(masked) == 1 and isinstance(args[0], Masked):
         return _along(name, func, one, args[1:], kwargs)
-    if name in ("cross_entropy", "nll_loss") and len(masked) == 2:
+    old = kwargs.get("size_average") is not None or kwargs.get("reduce") is not None
+    if name in ("cross_entropy", "nll_loss") and len(args) == len(masked) == 2 and not old:
         return _classes(func, masked[0], masked[1], args[2:], kwargs)
-    if name in _LOSSES and not others:
+    if name in _LOSSES and not others and len(args) == 2 and not old:
         reduction = kwargs.get("reduction", "mean")
         each = Masked(func(*full, **{**named, "reduction": "none"}), one.mask)
         if reduction not in ("mean", "sum", "none"):

@@ -2,8 +2,8 @@
 
 Most of them would be frozen into the artifact and are refused (watch.py). Some may be read, because they cannot be otherwise at
 run time, or because being otherwise is an error: what follows from constants alone; a random number below 1 compared with 1;
-checks, whose other side raises; and whole numbers that follow from integer inputs alone, such as how many graphs a batch has. Those
-are answered while the step is traced, and what could be otherwise becomes a check of every run."""
+checks, whose other side raises; and whole numbers that follow from integer inputs alone, such as how many graphs a batch has.
+Those are answered while the step is traced, and what could be otherwise becomes a check of every run."""
 
 from __future__ import annotations
 
