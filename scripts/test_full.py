@@ -38,7 +38,7 @@ def main() -> int:
         f"- result: {total - failed - int(suite.get('skipped', 0))} passed, {failed} failed, {suite.get('skipped')} skipped "
         f"in {float(suite.get('time', 0)):.0f} s",
         "- as a whole: all models x all optimizers on cpu, 10 000 generated programs (every fifth on cpu), "
-        "10 000 mutated artifacts, all models of docs/coverage.md",,
+        "10 000 mutated artifacts, all models of docs/coverage.md",
     ]
     if mutations:
         lines += ["", "| what became of 10 000 mutated artifacts | number |", "|---|---|"]
