@@ -17,7 +17,7 @@ X = functools.partial(torch.randn)
 
 def of(
     forward: Callable[..., Any], *inputs: Tensor, optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
-    refused: str = "", **parts: Any,
+    refused: str = "", missing: str = "", **parts: Any,
 ) -> Case:  # fmt: skip
     """A model of these parts (modules, parameters, plain values) whose forward(self, *inputs) -> loss is the function."""
 
@@ -29,7 +29,7 @@ def of(
 
     Model.forward = forward  # type: ignore[method-assign]
     chosen = {"optimizer": optimizer} if optimizer else {}
-    return Case(Model(), inputs, refused=refused, **chosen)
+    return Case(Model(), inputs, refused=refused, missing=missing, **chosen)
 
 
 # ---- operators without generated code ----
@@ -252,7 +252,7 @@ def layerdrop() -> Case:
         return x.square().mean()
 
     layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
-    return of(forward, X(4, 6), layers=layers, refused="layers are left out by a random branch in Python")
+    return of(forward, X(4, 6), layers=layers, missing="layers that a random branch in Python leaves out")
 
 
 @case("torch/layerdrop-zero")
@@ -388,7 +388,7 @@ def packed() -> Case:
         h, _ = nn.utils.rnn.pad_packed_sequence(self.net(sequence)[0], batch_first=True)
         return h.square().mean()
 
-    return of(forward, X(3, 6, 4), net=nn.LSTM(4, 5, batch_first=True), refused="packed sequences")
+    return of(forward, X(3, 6, 4), net=nn.LSTM(4, 5, batch_first=True), missing="packed sequences")
 
 
 @case("torch/lstm-lm")

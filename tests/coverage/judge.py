@@ -39,6 +39,7 @@ class Case:
     targets: Any = ()
     loss: Any = "auto"
     optimizer: Callable[[Any], torch.optim.Optimizer] = lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9)
+    missing: str = ""  # what Tilework cannot do yet, for models that it refuses although it need not
     refused: str = ""  # why a static compiler must refuse it, for models that are here to show that it does
 
 
