@@ -63,6 +63,16 @@ def _sgd(group: dict[str, Any], keep_momentum: bool) -> Rule:
     return Rule("sgd", hyper, ("momentum_buffer",) if with_buffer else (), update)
 
 
+def _adams(p: Tensor, g: Tensor, s: Tensors, h: Tensors, decoupled: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What Adam and its kin begin with: weight decay, then both moments. (p, g, exp_avg, exp_avg_sq)"""
+    if decoupled:
+        p = p * h["keep"]
+    else:
+        g = _decayed(g, p, h)
+    m = s["exp_avg"] + (g - s["exp_avg"]) * h["1-beta1"]
+    return p, g, m, s["exp_avg_sq"] * h["beta2"] + (g * g) * h["1-beta2"]
+
+
 def _adam(group: dict[str, Any], decoupled: bool) -> Rule:
     sign, amsgrad = -1.0 if group["maximize"] else 1.0, group["amsgrad"]
     hyper = {
@@ -74,13 +84,7 @@ def _adam(group: dict[str, Any], decoupled: bool) -> Rule:
     }
 
     def update(p: Tensor, g: Tensor, s: Tensors, h: Tensors, t: Tensor) -> tuple[Tensor, Tensors]:
-        g = g if sign == 1.0 else -g
-        if decoupled:
-            p = p * h["keep"]
-        else:
-            g = _decayed(g, p, h)
-        m = s["exp_avg"] + (g - s["exp_avg"]) * h["1-beta1"]
-        v = s["exp_avg_sq"] * h["beta2"] + (g * g) * h["1-beta2"]
+        p, g, m, v = _adams(p, g if sign == 1.0 else -g, s, h, decoupled)
         new = {"exp_avg": m, "exp_avg_sq": v}
         if amsgrad:
             new["max_exp_avg_sq"] = torch.maximum(s["max_exp_avg_sq"], v)
@@ -188,13 +192,7 @@ def _nadam(group: dict[str, Any]) -> Rule:
     decoupled = bool(group["decoupled_weight_decay"])
 
     def update(p: Tensor, g: Tensor, s: Tensors, h: Tensors, t: Tensor) -> tuple[Tensor, Tensors]:
-        g = _signed(group, g)
-        if decoupled:
-            p = p * h["keep"]
-        else:
-            g = _decayed(g, p, h)
-        m = s["exp_avg"] + (g - s["exp_avg"]) * h["1-beta1"]
-        v = s["exp_avg_sq"] * h["beta2"] + (g * g) * h["1-beta2"]
+        p, g, m, v = _adams(p, _signed(group, g), s, h, decoupled)
         product = s["mu_product"] * h["mu"]
         denominator = v.sqrt() / h["sqrt_correction2"] + h["eps"]
         now, ahead = h["lr"] * (1.0 - h["mu"]) / (1.0 - product), h["lr"] * h["mu_next"] / (1.0 - product * h["mu_next"])
@@ -211,13 +209,7 @@ def _radam(group: dict[str, Any]) -> Rule:
     decoupled = bool(group["decoupled_weight_decay"])
 
     def update(p: Tensor, g: Tensor, s: Tensors, h: Tensors, t: Tensor) -> tuple[Tensor, Tensors]:
-        g = _signed(group, g)
-        if decoupled:
-            p = p * h["keep"]
-        else:
-            g = _decayed(g, p, h)
-        m = s["exp_avg"] + (g - s["exp_avg"]) * h["1-beta1"]
-        v = s["exp_avg_sq"] * h["beta2"] + (g * g) * h["1-beta2"]
+        p, g, m, v = _adams(p, _signed(group, g), s, h, decoupled)
         adapted = torch.where(h["rectified"] > 0, h["rectified"] / (v.sqrt() + h["eps"]), 1.0)
         return p - m * adapted * h["step_size"], {"exp_avg": m, "exp_avg_sq": v}
 

@@ -100,7 +100,7 @@ def _in_order(expected: Sequence[Argument], named: dict[str, Any]) -> tuple[Any,
     return tuple(named[k] for k in names)
 
 
-def _cast(name: str, value: Tensor, dtype: torch.dtype) -> Tensor | None:
+def _cast(name: str, value: Tensor, dtype: torch.dtype, told: set[tuple[str, torch.dtype]]) -> Tensor | None:
     """The value in the dtype that was compiled, where that is the same kind of number; or else None. A warning, once, where
     digits are lost."""
     whole = not value.is_floating_point() and not value.is_complex() and value.dtype != torch.bool
@@ -112,8 +112,8 @@ def _cast(name: str, value: Tensor, dtype: torch.dtype) -> Tensor | None:
             return None
     else:
         return None
-    if narrower and (name, value.dtype) not in _told:
-        _told.add((name, value.dtype))
+    if narrower and (name, value.dtype) not in told:
+        told.add((name, value.dtype))
         warnings.warn(
             f"input {name} is {dtype_name(value.dtype)} and is cast to {dtype_name(dtype)} in each call",
             TileworkWarning,
@@ -122,14 +122,12 @@ def _cast(name: str, value: Tensor, dtype: torch.dtype) -> Tensor | None:
     return value.to(dtype)
 
 
-_told: set[tuple[str, torch.dtype]] = set()
-
-
 class InputPlan:
     """What the inputs of one kind of call must be; turns the caller's tensors into dense ones with `count` slices."""
 
     def __init__(self, expected: list[Argument], structure: Structure, count: int, batch_dim: int | None, page: Slot) -> None:
         self._page = page
+        self._told: set[tuple[str, torch.dtype]] = set()  # inputs of another width that were warned of
         self.expected, self.structure, self.count, self.batch_dim = expected, structure, count, batch_dim
         self.types = [(DTYPES[a.type.dtype], torch.Size(_whole_shape(tuple(a.type.shape), count, batch_dim))) for a in expected]
         self.num_inputs, self.dtypes, self.shapes = len(expected), [d for d, _ in self.types], [s for _, s in self.types]
@@ -166,7 +164,7 @@ class InputPlan:
             if value.device.type != "cpu" or value.layout != torch.strided:
                 problems.append(f"{argument.name}: is on {value.device} ({value.layout}), expected a dense tensor on the cpu")
                 continue
-            if value.dtype != dtype and (converted := _cast(argument.name, value.detach(), dtype)) is not None:
+            if value.dtype != dtype and (converted := _cast(argument.name, value.detach(), dtype, self._told)) is not None:
                 value = converted
             elif value.dtype != dtype:
                 problems.append(f"{argument.name}: dtype is {dtype_name(value.dtype)}, expected {argument.type.dtype}")

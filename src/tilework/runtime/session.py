@@ -27,6 +27,7 @@ from ..tiles.page import ALOAD, CHKPT, PLOAD, QUIESCE
 from . import checkpoint, sync
 from .advice import advise
 from .arguments import InputPlan, by_name, joined
+from .checks import broken_off, raise_failed
 from .devices import Bound, Call, Metered, NotANumber, Taken, open_device
 from .hyper import part_of, resolve
 from .leasing import Footing
@@ -280,7 +281,7 @@ class Session:
             try:
                 bound.run(plan.take(inputs), outputs)
             except NotANumber as e:
-                self._raise_check("infer", e)
+                raise_failed(m, self.buffers, "infer", e)
                 raise
             self._ran_forward = False
             if several:
@@ -376,35 +377,19 @@ class Session:
         try:
             bound.run(plan.take(inputs), raw, schedule)
         except TileworkError as e:
-            checks = self.manifest.checks.get("fwd")
-            if e.id not in ("input-values", "native-run") or not checks:
+            explained = broken_off(e, self.manifest)
+            if explained is e:
                 raise
-            said = "".join(f"\n    {c.text} ({c.where})" for c in checks)  # whether they held is not known
-            raise UserError("run-check", f"the step broke off: {e.summary}. The model asks of its inputs:{said}",
-                            found=e.found, fix="look at the inputs of this call; load the weights again, because this step may "
-                            "be half done") from e  # fmt: skip
+            raise explained from e
         except NotANumber as e:
             self.num_steps += e.step
             self._ran_forward, self._kept_gradients = False, frozenset()
-            self._raise_check("fwd", e)
+            raise_failed(self.manifest, self.buffers, "fwd", e, undone=self.nan_error)
             raise UserError(
                 "loss-nan", f"the loss is not a number at step {self.num_steps + 1}, which was undone",
                 fix="lower the learning rate, clip the gradients (clip_norm), or look at the inputs of that step",
             ) from e  # fmt: skip
         return Result(outputs, raw)
-
-    def _raise_check(self, section: Literal["fwd", "infer"], error: NotANumber) -> None:
-        """The model's own error, where one of its checks of values has failed."""
-        values = self.buffers.get(f"check/{section}")
-        failed = values.isnan().nonzero().flatten().tolist() if values is not None else []
-        if failed:
-            check = self.manifest.checks[section][failed[0]]
-            undone = "the step was undone" if self.nan_error else "the step has changed the weights"
-            raise UserError(
-                "run-check", check.text, found=f"a check of the model fails at {check.where}; "
-                + (undone if section == "fwd" else "nothing was changed"),
-                fix="look at the inputs of this call. With nan_error=True a step that fails changes nothing",
-            ) from error  # fmt: skip
 
     def _run_backward(self, given: bool) -> None:
         self._need_program("bwd")
