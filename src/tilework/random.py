@@ -38,7 +38,7 @@ def _mix(x: Any) -> Any:
     return x ^ (x >> 15)
 
 
-def mix_bits(index: Any, low: Any, high: Any, site: int) -> Any:
+def mix_bits(index: Any, low: Any, high: Any, site: Any) -> Any:
     """The hash itself, for tensors, for plain integers, and for the values that a code generator passes through it."""
     key1 = _mix(low ^ _mix(site + 1))
     key2 = _mix(high ^ key1)
@@ -53,6 +53,18 @@ def _random_bits(shape: Sequence[int], seed: Tensor, site: int) -> Tensor:
 
 @_random_bits.register_fake
 def _(shape: Sequence[int], seed: Tensor, site: int) -> Tensor:
+    return torch.empty(tuple(shape), dtype=torch.int64, device=seed.device)
+
+
+@torch.library.custom_op("tilework::random_bits_at", mutates_args=())
+def _random_bits_at(shape: Sequence[int], seed: Tensor, site: Tensor) -> Tensor:
+    """The same where the site is only known when the program runs: one piece of code serves several sites."""
+    index = torch.arange(math.prod(shape), dtype=torch.int64, device=seed.device)
+    return mix_bits(index, seed & MASK32, (seed >> 32) & MASK32, site).reshape(tuple(shape))
+
+
+@_random_bits_at.register_fake
+def _(shape: Sequence[int], seed: Tensor, site: Tensor) -> Tensor:
     return torch.empty(tuple(shape), dtype=torch.int64, device=seed.device)
 
 

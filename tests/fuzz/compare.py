@@ -203,7 +203,10 @@ def check(recipe: Recipe, folder: Path, devices: tuple[str, ...] = ("reference",
     verify = recipe["variant"] in ("verified", "shipped")
     path = folder / "fuzz.pef"
     options = tilework.Options(
-        device="cpu" if "cpu" in devices else "reference", disable=disable, programs="all" if sections else "fused"
+        device="cpu" if "cpu" in devices else "reference",
+        disable=disable,
+        programs="all" if sections else "fused",
+        piece_size=recipe.get("piece_size", 400),
     )
     try:
         made = tilework.compile(step, path, options=options, weights="inside", verify=verify)

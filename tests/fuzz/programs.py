@@ -56,6 +56,7 @@ def drawn(random: Random) -> Recipe:
         "micro": one((1, 1, 1, 1, 2, 3)),
         "variant": one(("fused",) * 17 + ("sections", "sections", "without", "without", "verified")),
         "without": one(PASSES),
+        "piece_size": one((400, 400, 25, 10)),
     }
 
 

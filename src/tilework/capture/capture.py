@@ -19,13 +19,13 @@ from ..hosts import steps_made
 from ..random import seeded
 from ..step import Step
 from .losses import from_losses
-from .optimizers import Group, clip, groups_of
+from .opt import opt_graph
+from .optimizers import Group, groups_of
 from .partition import label_sections, partition
 from .pooling import pooling
 from .probe import Probe, evaluate, preserved, refuse, run_probe
 from .reads import Answers, Read
 from .rewrites import captured
-from .rules import derived, packed, updated_by
 from .trace import gradients, keep_backward_sources, to_graph, trace
 from .watch import Findings, WatchFunctions, WatchOperators
 
@@ -281,64 +281,10 @@ class _Capture:
         return [f"check/{section}"] if checks else []
 
     def _opt(self, bwd: Graph) -> Graph:
-        """Clipping and updates: reads gradients, writes parameters and optimizer state."""
-        reads: list[str] = []
-        example: list[Tensor] = []
-        results: list[str] = []
         have = {b.removeprefix("grad/") for b in bwd.written if not b.startswith("grad/input/")}
-        self.updated = [k for g in self.groups for k in g.params if k in have]
-        for k in self.updated:
-            reads += [f"param/{k}", f"grad/{k}"]
-            p = self.probe.trainable[k].detach()
-            example += [p, p.contiguous()]  # gradients and state are dense, whatever the parameter's layout
-        for g in self.groups:
-            for k in g.params:
-                for s in g.rule.state if k in have else ():
-                    reads.append(f"state/{k}/{s}")
-                    example.append(self.probe.trainable[k].detach().contiguous())
-                for s in g.rule.numbers if k in have else ():
-                    reads.append(f"state/{k}/{s}")
-                    example.append(torch.tensor(0.0))
-        for g in self.groups:
-            reads.append(f"state/{g.prefix}/step")
-            example.append(torch.tensor(0))
-        for name in self.hyper:
-            if not is_dropout(name):
-                reads.append(f"hyper/{name}")
-                example.append(torch.tensor(1.0, dtype=torch.float64))
-
-        def update(*args: Tensor) -> list[Tensor]:
-            v = dict(zip(reads, args, strict=True))
-            results.clear()
-            new: list[Tensor] = []
-
-            def result(buffer: str, value: Tensor) -> None:
-                results.append(buffer)
-                new.append(value.to(v[buffer].dtype))
-
-            grads = {k: v[f"grad/{k}"] for k in self.updated}
-            grads = clip(grads, v.get("hyper/clip_norm"), v.get("hyper/clip_value"))
-            for g in self.groups:
-                step = v[f"state/{g.prefix}/step"] + 1
-                h = derived({k: v[f"hyper/{g.prefix}.{k}"] for k in g.rule.hyper}, step)
-                h |= g.rule.derive(h, step)
-                scalars = packed(h)
-                for k in g.params:
-                    if k not in have:
-                        continue
-                    p = v[f"param/{k}"]
-                    s = {name: v[f"state/{k}/{name}"] for name in (*g.rule.state, *g.rule.numbers)}
-                    hp = h if p.dtype == torch.float64 else scalars
-                    updated, state = updated_by(g.rule, p, grads[k], s, hp, step)
-                    result(f"param/{k}", updated)
-                    for name, value in state.items():
-                        result(f"state/{k}/{name}", value)
-                result(f"state/{g.prefix}/step", step)
-            return new
-
-        with torch.no_grad():
-            traced = trace(update, example)
-        return to_graph("opt", traced, reads, results, "opt")
+        hyper = [name for name in self.hyper if not is_dropout(name)]
+        graph, self.updated = opt_graph(self.groups, self.probe.trainable, have, hyper)
+        return graph
 
     def _take_optimizer_state(self, sections: dict[str, Graph]) -> None:
         """An optimizer that has already made steps: its state belongs to the initial weights."""

@@ -38,8 +38,8 @@ class Row:
 
 def scale_of(tensors: Mapping[str, Tensor]) -> float:
     """The largest magnitude among tensors of one kind: rounding noise in any of them is a part of this."""
-    values = [t.detach()[t.detach().isfinite()].abs() for t in tensors.values() if t.is_floating_point()]
-    return max((float(v.max()) for v in values if v.numel()), default=0.0)
+    values = [t.detach() for t in tensors.values() if t.is_floating_point() and t.numel()]
+    return max((float(torch.where(v.isfinite(), v, 0.0).abs().max()) for v in values), default=0.0)
 
 
 def _as_real(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -63,7 +63,7 @@ def compare(
     by_ending: dict[str, dict[str, Tensor]] = {}  # of optimizer state, exp_avg and exp_avg_sq have scales of their own
     for name, want in expected.items():
         by_ending.setdefault(name.rpartition("/")[2] if kind == "state" else "", {})[name] = want
-    scales = {name: scale_of(group) for group in by_ending.values() for name in group}
+    scales = {name: scale for group in by_ending.values() for scale in [scale_of(group)] for name in group}
     largest = max(scales.values(), default=0.0) or 1.0
     rows = []
     for name, want in expected.items():

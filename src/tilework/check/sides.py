@@ -109,18 +109,18 @@ def _named_outputs(session: Session, result: Any) -> Tensors:
 # ---- the module's side ----
 
 
-def run_module(manifest: Manifest, step: Step, inputs: list[Tensor], *, shaken: bool = False) -> Results:
-    """Two steps, and inference before them. The module and its optimizers are put back as they were. `shaken`: the last bits of
-    weights and inputs are changed before, which shows how much noise the arithmetic makes."""
+def run_module(manifest: Manifest, step: Step, inputs: list[Tensor], *, shaken: float = 0.0, seed: int = 1) -> Results:
+    """Two steps, and inference before them. The module and its optimizers are put back as they were. `shaken`: weights and inputs
+    are changed by so many units in their last place before, which shows how much noise the arithmetic makes."""
     found: Results = {}
     trains = any(s in p.sections for p in manifest.programs.values() for s in ("fwd", "bwd"))
     with restored(step):
         if shaken:
-            generator = torch.Generator().manual_seed(1)
-            inputs = [_shaken(t, generator) for t in inputs]
+            generator = torch.Generator().manual_seed(seed)
+            inputs = [_shaken(t, shaken, generator) for t in inputs]
             with torch.no_grad():
                 for t in host(step).values():
-                    t.data.copy_(_shaken(t, generator))
+                    t.data.copy_(_shaken(t, shaken, generator))
         if "infer" in manifest.programs:
             found["infer"] = {"output": _infer(step, _one_batch(manifest, inputs))}
         if trains:
@@ -129,14 +129,14 @@ def run_module(manifest: Manifest, step: Step, inputs: list[Tensor], *, shaken: 
     return found
 
 
-def _shaken(t: Tensor, generator: torch.Generator) -> Tensor:
-    """Each element up or down by a few units in its last place."""
+def _shaken(t: Tensor, units: float, generator: torch.Generator) -> Tensor:
+    """Each element up or down by so many units in its last place."""
     if t.is_complex():
-        return torch.view_as_complex(_shaken(torch.view_as_real(t.detach()), generator))
+        return torch.view_as_complex(_shaken(torch.view_as_real(t.detach()), units, generator))
     if not t.is_floating_point():
         return t
     by = torch.randint(0, 2, t.shape, generator=generator) * 2 - 1
-    return (t.detach() * (1 + 2 * torch.finfo(t.dtype).eps * by.to(t.dtype))).to(t.dtype)
+    return (t.detach() * (1 + units * torch.finfo(t.dtype).eps * by.to(t.dtype))).to(t.dtype)
 
 
 def _train(manifest: Manifest, step: Step, inputs: list[Tensor], number: int) -> dict[str, Tensors]:

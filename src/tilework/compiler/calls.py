@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 
-from ..artifact.graph import Graph, Node, Ref
+from ..artifact.graph import Graph, Node, Ref, dtype_name
 from ..errors import BugError
-from ..plan.aliases import shares_with
+from ..plan.aliases import operator_named, shares_with
 from .plain import plain
-from .to_fx import operator_named
 
 _DTYPES = {
     torch.uint8: 0,
@@ -32,6 +31,7 @@ _DTYPES = {
     torch.bool: 11,
     torch.bfloat16: 15,
 }  # fmt: skip  (c10::ScalarType)
+DTYPE_NUMBERS = {dtype_name(dtype): number for dtype, number in _DTYPES.items()}
 _FORMATS = {torch.contiguous_format: 0, torch.preserve_format: 1, torch.channels_last: 2, torch.channels_last_3d: 3}
 _LISTS = {"int": "I", "SymInt": "I", "float": "F", "bool": "B", "Tensor": "T", "Optional[Tensor]": "O"}
 

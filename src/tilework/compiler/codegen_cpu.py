@@ -107,8 +107,9 @@ def _spelt(value: Any) -> str:
     return f"{type(value).__qualname__} {known!r}" if known is not None else os.urandom(16).hex()
 
 
-def generate(graph: Graph, options: Options, scratch: Path, called: Collection[str] = ()) -> str:
-    """C++ source of one program. Operators named in `called` go through torch's dispatcher; "*" stands for all of them."""
+def generate(graph: Graph, options: Options, scratch: Path, called: Collection[str] = (), *, piece: bool = False) -> str:
+    """C++ source of one program, or of a piece of one. Operators named in `called` go through torch's dispatcher; "*" stands for
+    all of them."""
     if "*" in called:
         return program_of_calls(graph)
     never = set(known(graph))
@@ -122,7 +123,7 @@ def generate(graph: Graph, options: Options, scratch: Path, called: Collection[s
         except Exception as e:
             raise _no_code(graph, e) from e
     wrapper = next(f for f in files if str(f).endswith(".cpp"))
-    return slim(Path(wrapper).read_text(), graph, table_of_calls(calls) if calls else "")
+    return slim(Path(wrapper).read_text(), graph, table_of_calls(calls) if calls else "", piece)
 
 
 def _inductor(module: torch.fx.GraphModule, mode: FakeTensorMode, chosen: dict[str, Any]) -> Any:
@@ -168,9 +169,9 @@ _OMIT = re.compile(
 )
 
 
-def slim(text: str, graph: Graph, calls: str = "") -> str:
-    """Cuts Inductor's wrapper.cpp down to `int tilework_run_<program>(AtenTensorHandle* buffers, char* error, size_t size)`.
-    All names carry the program's, so that several programs can share a library."""
+def slim(text: str, graph: Graph, calls: str = "", piece: bool = False) -> str:
+    """Cuts Inductor's wrapper.cpp down to `int tilework_run_<program>(AtenTensorHandle* buffers, char* error, size_t size)`, or
+    to the three names that assemble.py calls a piece by. All names carry the program's, so that several can share a library."""
 
     def expect(found: Any, what: str) -> Any:
         if not found:
@@ -214,6 +215,7 @@ def slim(text: str, graph: Graph, calls: str = "") -> str:
     name = graph.name
     kernels, declarations, body = (re.sub(r"\bcpp_fused_", f"{name}_cpp_fused_", t) for t in (kernels, declarations, body))
     include, kernels = kernels.split("\n", 1)
+    workspace = f"tilework::{'Separate' if own else ''}Workspace<{len(graph.buffers)}, {num_temporaries}>"
     return f"""// Tilework program {name}
 {include}
 namespace program_{name} {{
@@ -221,23 +223,56 @@ using namespace torch::aot_inductor;
 {kernels}
 {declarations}
 {calls}
-static tilework::{"Separate" if own else ""}Workspace<{len(graph.buffers)}, {num_temporaries}> workspace;
-static void run(AtenTensorHandle* buffers) {{
-    workspace.prepare(buffers, {bytes_needed});
+using Workspace = {workspace};
+static void run(Workspace& workspace) {{
 {body}
 }}
 }}  // namespace program_{name}
+""" + (_piece_entry(name, bytes_needed) if piece else program_entry(graph, _WHOLE.format(name=name, bytes=bytes_needed), name))
+
+
+_WHOLE = """
+static program_{name}::Workspace workspace;
+static void release() {{ workspace.release(); }}
+static void run(AtenTensorHandle* buffers) {{
+  workspace.prepare(buffers, {bytes});
+  program_{name}::run(workspace);
+}}
+"""
+
+
+def program_entry(graph: Graph, code: str, name: str) -> str:
+    """The three names that a program is known by. `code` defines run(buffers) and release()."""
+    return f"""
+namespace entry_{name} {{{code}}}
 extern "C" __attribute__((visibility("default"))) const char tilework_abi_{name}[] = "{graph.abi()}";
-extern "C" __attribute__((visibility("default"))) void tilework_release_{name}() {{ program_{name}::workspace.release(); }}
+extern "C" __attribute__((visibility("default"))) void tilework_release_{name}() {{ entry_{name}::release(); }}
 extern "C" __attribute__((visibility("default"))) int tilework_run_{name}(
     AtenTensorHandle* buffers, char* error, size_t size) {{
   try {{
-    program_{name}::run(buffers);
+    entry_{name}::run(buffers);
     return 0;
   }} catch (const std::exception& e) {{
     snprintf(error, size, "%s", e.what());
     return 1;
   }}
+}}
+"""
+
+
+def _piece_entry(name: str, bytes_needed: int) -> str:
+    return f"""
+extern "C" const size_t tilework_bytes_{name} = {bytes_needed};
+extern "C" void tilework_drop_{name}(void* workspace) {{
+  auto* own = static_cast<program_{name}::Workspace*>(workspace);
+  own->release();
+  delete own;
+}}
+extern "C" void tilework_piece_{name}(void*& workspace, AtenTensorHandle* buffers, char* memory) {{
+  if (!workspace) workspace = new program_{name}::Workspace;
+  auto& own = *static_cast<program_{name}::Workspace*>(workspace);
+  own.prepare_in(memory, buffers);
+  program_{name}::run(own);
 }}
 """
 

@@ -13,6 +13,7 @@ from ..artifact.graph import DTYPES, Graph, Node, TensorType, name_of
 _SMALL = {"uint8", "int8", "bool", "int16", "uint16"}
 _FLOAT = {"float32", "float64", "bfloat16", "float16"}
 _EXTREMES = {"amin", "amax", "min", "max", "argmin", "argmax", "aminmax"}
+MANY = 16  # tensors
 _OVERFLOW = {"acosh", "sinh", "cosh"}  # infinite where the result is not
 
 
@@ -29,6 +30,8 @@ def is_known(node: Node, kinds: Mapping[str, TensorType | None]) -> bool:
     if name in ("remainder", "floor_divide", "fmod") and dtype in _FLOAT:  # a - floor(a / b) b, with a rounded quotient
         return True
     if name == "div" and node.kwargs.get("rounding_mode") == "floor" and dtype in _FLOAT:
+        return True
+    if name == "cat" and len(node.args[0]) > MANY:  # right, but a loop for each
         return True
     if name in _OVERFLOW or name == "embedding_dense_backward":  # a sum by index: see inductor_fixes.py. This kernel is quick
         return True

@@ -6,7 +6,7 @@ dispatched, and the result lies in memory that the program has already."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -148,8 +148,7 @@ def register() -> None:
 
     tilework = torch.ops.tilework
 
-    @register_lowering(tilework.random_bits.default, type_promotion_kind=None)
-    def random_bits(shape: Sequence[int], seed: Any, site: int) -> Any:
+    def bits(shape: Sequence[int], seed: Any, site: Callable[[], Any]) -> Any:
         load = seed.make_loader()
         shape = [int(s) for s in shape]
 
@@ -158,10 +157,19 @@ def register() -> None:
             for i, size in zip(index, shape, strict=True):
                 flat = flat * size + i
             whole = _Value(load([]))
-            mixed = mix_bits(_Value(ops.index_expr(flat, torch.int64)), whole & 0xFFFFFFFF, (whole >> 32) & 0xFFFFFFFF, site)
+            mixed = mix_bits(_Value(ops.index_expr(flat, torch.int64)), whole & 0xFFFFFFFF, (whole >> 32) & 0xFFFFFFFF, site())
             return mixed.value
 
         return Pointwise.create(device=seed.get_device(), dtype=torch.int64, inner_fn=inner, ranges=shape)
+
+    @register_lowering(tilework.random_bits.default, type_promotion_kind=None)
+    def random_bits(shape: Sequence[int], seed: Any, site: int) -> Any:
+        return bits(shape, seed, lambda: site)
+
+    @register_lowering(tilework.random_bits_at.default, type_promotion_kind=None)
+    def random_bits_at(shape: Sequence[int], seed: Any, site: Any) -> Any:
+        load = site.make_loader()
+        return bits(shape, seed, lambda: _Value(load([])))
 
     @register_lowering(tilework.once.default, type_promotion_kind=None)
     def once(x: Any) -> Any:

@@ -82,8 +82,8 @@ def plan_temporaries(body: str, declarations: str, own: bool = False) -> tuple[s
         if known and dtype in _BYTES and f"{name}.release()" not in body:
             found.append((match, _size(arrays.get(shape, []), arrays.get(stride, []), int(dims), _BYTES[dtype])))
     ends = _last_uses(body, [match.group(1) for match, _ in found])
-    places = [Place(m.group(1), _lines(size), m.start(), ends[m.group(1)]) for m, size in found]
-    total = 0 if own else _arrange(places)
+    places = [Place(m.group(1), whole_lines(size), m.start(), ends[m.group(1)]) for m, size in found]
+    total = 0 if own else arrange(places)
     numbers = [size for _, size in found] if own else [p.offset for p in places]
     known_as = {p.name: (i, number) for i, (p, number) in enumerate(zip(places, numbers, strict=True))}
     method = "own_temporary" if own else "temporary"
@@ -106,7 +106,7 @@ def _size(shape: list[int], stride: list[int], dims: int, bytes_each: int) -> in
     return bytes_each * (1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)))
 
 
-def _lines(size: int) -> int:
+def whole_lines(size: int) -> int:
     """Bytes of whole cache lines, at least one."""
     return max(1, math.ceil(size / _LINE)) * _LINE
 
@@ -151,7 +151,7 @@ def _last_uses(body: str, names: list[str]) -> dict[str, int]:
     return {name: max(mentions.get(n, 0) for n in family) for name, family in shares.items()}
 
 
-def _arrange(places: list[Place]) -> int:
+def arrange(places: list[Place]) -> int:
     """Gives every place its offset, the largest first, each as low as its lifetime allows. Returns the total size."""
     done: list[Place] = []
     for place in sorted(places, key=lambda p: (-p.size, p.first)):

@@ -141,8 +141,8 @@ def _callable(graph: Graph) -> tuple[str, ...]:
     )
 
 
-def _digests(plan: Plan) -> dict[str, tuple[str, str]]:
-    return {name: (graph.digest(), graph.abi()) for name, graph in plan.programs.items()}
+def _digests(plan: Plan) -> dict[str, tuple[str, str, bool]]:
+    return {name: (graph.digest(), graph.abi(), name in plan.cuts) for name, graph in plan.programs.items()}
 
 
 def _first(verdict: Verdict) -> str:

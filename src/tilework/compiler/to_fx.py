@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from ..artifact.graph import DTYPES, Graph, Node, Ref, TensorType
 from ..errors import BugError
+from ..plan.aliases import operator_named
 
 aten = torch.ops.aten
 _UPDATE = "tilework.updated_by_product.default"
@@ -28,13 +29,6 @@ def to_fx(graph: Graph, mode: FakeTensorMode, called: Sequence[Node] = ()) -> to
     """One placeholder a buffer, results stored with copy_, no outputs. Inductor stores in place. The nodes `called` become calls
     through torch's dispatcher, by their number."""
     return _Translation(graph, mode, {n.name: i for i, n in enumerate(called)}).run()
-
-
-def operator_named(name: str) -> Any:
-    if name == "getitem":
-        return operator.getitem
-    namespace, op, overload = name.split(".")
-    return getattr(getattr(getattr(torch.ops, namespace), op), overload)
 
 
 class _Translation:

@@ -150,7 +150,7 @@ CALLS = Path(__file__).parent / "calls.cpp"
 def header_text() -> str:
     """What every program includes: torch's C interface and our kernels, in one piece."""
     ours = [re.sub(r'^#(pragma once|include ").*\n', "", (KERNELS / f"{name}.h").read_text(), flags=re.M)
-            for name in ("vectors", "workspace", "products", "convolutions", "pooling", "calls")]  # fmt: skip
+            for name in ("vectors", "workspace", "pieces", "products", "convolutions", "pooling", "calls")]  # fmt: skip
     return "\n".join(
         [
             "#pragma once",
@@ -221,17 +221,27 @@ def calls_object(options: Options, folder: Path) -> Path:
 
 
 def shared_library(source: str, options: Options, scratch: Path, name: str, header: Path | None, folder: Path) -> bytes:
-    """Compile one source file and link it against torch's C interface. OpenMP comes from torch's own copy. `folder` keeps
-    what every library needs."""
-    cpp, obj, so = scratch / f"{name}.cpp", scratch / f"{name}.o", scratch / f"{name}.so"
+    """Compile one source file and link it. `folder` keeps what every library needs."""
+    obj = object_file(source, options, scratch, name, header)
+    return linked([obj], "tilework::open_calls" in source, options, scratch, name, folder)
+
+
+def object_file(source: str, options: Options, scratch: Path, name: str, header: Path | None) -> Path:
+    cpp, obj = scratch / f"{name}.cpp", scratch / f"{name}.o"
     cpp.write_text(source)
     include = ["-include", str(header)] if header else []
     run([compiler(), *flags(options), *include, "-c", str(cpp), "-o", str(obj)], f"program {name}")
+    return obj
+
+
+def linked(objects: Sequence[Path], with_calls: bool, options: Options, scratch: Path, name: str, folder: Path) -> bytes:
+    """A shared library, linked against torch's C interface. OpenMP comes from torch's own copy."""
+    so = scratch / f"{name}.so"
     needed = ["-Wl,--no-as-needed", *empty_libraries(folder)]
-    if "tilework::open_calls" in source:
+    if with_calls:
         needed.insert(0, str(calls_object(options, folder)))
     extra = extra_flags() or ["-Wl,-s"]  # names are stripped, unless somebody wants to look inside
-    run([compiler(), "-shared", "-o", str(so), str(obj), *needed, *extra], f"program {name}")
+    run([compiler(), "-shared", "-o", str(so), *map(str, objects), *needed, *extra], f"program {name}")
     return so.read_bytes()
 
 

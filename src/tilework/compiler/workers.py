@@ -1,8 +1,9 @@
 """Several pieces of pure Python work at once: in this process and in copies of it.
 
 Inductor is Python, so a second core only helps in a second process; a copy (fork) has everything imported and traced
-already. A copy is only made where no other Python thread runs, whose locks it would inherit in any state. What a copy
-fails to deliver, for whatever reason, is done here, so errors appear as if there were no copies.
+already. A copy is only made where no other Python thread runs, whose locks it would inherit in any state; one that waits (a
+progress bar's, say) holds nothing that a copy needs. What a copy fails to deliver, for whatever reason, is done here, so errors
+appear as if there were no copies.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import ctypes
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -39,7 +41,14 @@ def num_workers() -> int:
     asked = os.environ.get("TILEWORK_JOBS", "")
     if asked.isdigit() and int(asked) > 0:
         return int(asked)
-    return len(os.sched_getaffinity(0)) if threading.active_count() == 1 else 1
+    return len(os.sched_getaffinity(0)) if _others_wait() else 1
+
+
+def _others_wait() -> bool:
+    """Whether every other Python thread waits for an event."""
+    frames = sys._current_frames()
+    others = [frames.get(t.ident or 0) for t in threading.enumerate() if t is not threading.current_thread()]
+    return all(f is not None and f.f_code is threading.Condition.wait.__code__ for f in others)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -14,15 +16,22 @@ from ..artifact.graph import Node
 _MAY_SHARE = {"_unsafe_view", "clone", "_to_copy", "copy", "getitem"}
 
 
+def operator_named(name: str) -> Any:
+    if name == "getitem":
+        return operator.getitem
+    namespace, op, overload = name.split(".")
+    return getattr(getattr(getattr(torch.ops, namespace), op), overload)
+
+
 @functools.cache
 def is_view(op: str) -> bool:
     """Whether a result of the operator is, or may be, a view of its first argument."""
     namespace, _, rest = op.partition(".")
-    base, _, overload = rest.partition(".")
+    base, _, _ = rest.partition(".")
     if (base or namespace) in _MAY_SHARE:
         return True
-    found = getattr(getattr(getattr(torch.ops, namespace), base), overload)
-    return any(r.alias_info is not None and not r.alias_info.is_write for r in found._schema.returns)
+    returns = operator_named(op)._schema.returns
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
 def shares_with(name: str, made: Mapping[str, Node]) -> frozenset[str]:

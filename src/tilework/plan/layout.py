@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ..artifact.graph import Graph, Ref, TensorType
+from .views import View
 
 # Fewer channels than this do not fill a vector; then the plain layout is the faster one.
 FEW_CHANNELS = 16
@@ -38,6 +39,22 @@ def _weights(graph: Graph) -> set[str]:
         if max(kind.shape[:2]) >= FEW_CHANNELS:
             found.add(node.args[1].name)
     return found
+
+
+def layouts_across(graph: Graph, views: Mapping[str, View]) -> dict[str, TensorType]:
+    """Images between convolutions with their channels last, as the library gives them and wants them: how values lie in memory
+    that go from one piece of a program to another. Views of a value were made for the layout that it was traced with."""
+    turned = [k for b, k in graph.types.items() if b.startswith("param/") and len(k.shape) == 4 and k == _last(k) != k.as_dense()]
+    if not turned:
+        return {}
+    viewed = {view.base for view in views.values()}
+    return {
+        n.name: _last(kind)
+        for n in graph.nodes
+        if len(n.types) == 1 and n.name not in views and n.name not in viewed
+        for kind in n.types
+        if kind is not None and len(kind.shape) == 4 and kind == kind.as_dense() and kind.shape[1] > 1 and n.section != "opt"
+    }
 
 
 def _turned(graph: Graph, weights: set[str]) -> Graph:

@@ -9,7 +9,7 @@ from typing import Literal
 from ..errors import UserError, did_you_mean
 
 DEVICES = ("cpu", "reference", "null")
-PASSES = ("fuse", "join", "small_convolutions", "products", "updates", "channels_last")
+PASSES = ("fuse", "join", "sums", "small_convolutions", "products", "updates", "channels_last", "pieces")
 
 
 def known_isas(architecture: str) -> tuple[str, ...]:
@@ -25,6 +25,7 @@ class Options:
     opt_level: int = 3  # of the native compiler; 1 compiles faster and runs a little slower
     keep_momentum: bool = False  # room for momentum although the optimizer starts with none
     keep_gradients: bool = False  # the fused step writes gradients to their buffers, so that they can be read
+    piece_size: int = 400  # operators: longer programs are generated and compiled in pieces, on several cores
     disable: tuple[str, ...] = ()  # passes to leave out
 
     def __post_init__(self) -> None:
@@ -38,6 +39,8 @@ class Options:
             problems.append(f"isa: found {self.isa!r}; known on {here}: {', '.join(known_isas(here))}")
         if self.opt_level not in (0, 1, 2, 3):
             problems.append(f"opt_level: found {self.opt_level}, expected 0 to 3")
+        if self.piece_size < 1:
+            problems.append(f"piece_size: found {self.piece_size}, expected 1 or more")
         problems += [f"disable: no pass {p!r}; {did_you_mean(p, PASSES)}" for p in self.disable if p not in PASSES]
         if problems:
             raise UserError("options", "the compile options are wrong:\n    " + "\n    ".join(problems))

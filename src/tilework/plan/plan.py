@@ -17,7 +17,9 @@ from .cost import Cost, cost_of
 from .join import accumulate, join
 from .layout import channels_last
 from .options import Options
+from .pieces import Cut, cut
 from .products import products
+from .sums import sums
 from .updates import updates
 from .verify import verify
 
@@ -32,6 +34,7 @@ class Plan:
     costs: dict[str, Cost]
     # program -> operators that have no generated code there but are called through torch's dispatcher; "*": all of them
     called: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    cuts: dict[str, Cut] = field(default_factory=dict)  # programs that are made of pieces
 
     @property
     def memory(self) -> dict[str, int]:
@@ -50,7 +53,7 @@ class Plan:
             sections = "+".join(self.sections[name])
             lines.append(
                 f"{name:<11} {sections:<12} {len(graph.nodes):>5} operators  {cost.flops / 1e6:>9.2f} Mflop  "
-                f"{cost.bytes / 1e6:>8.2f} MB moved"
+                f"{cost.bytes / 1e6:>8.2f} MB moved" + (f"  {self.cuts[name]}" if name in self.cuts else "")
             )
         memory = self.memory
         lines.append(f"memory {sum(memory.values()) / 1e6:.2f} MB: " + ", ".join(
@@ -64,6 +67,7 @@ def _each(change: Callable[[Graph], Graph]) -> Callable[[Mapping[str, Graph]], d
 
 # Passes over all programs, in order.
 CHANGES: dict[str, Callable[[Mapping[str, Graph]], dict[str, Graph]]] = {
+    "sums": _each(sums),
     "small_convolutions": _each(small_convolutions),
     "products": _each(products),
     "updates": _each(updates),
@@ -129,4 +133,7 @@ def plan(step: StepGraph, options: Options) -> Plan:
     for buffer, tensor in step.weights.items():
         buffers.setdefault(buffer, TensorType.of(tensor))
     costs = {name: cost_of(graph) for name, graph in programs.items()}
-    return Plan(step, options, programs, carries, buffers, costs)
+    cuts = {}
+    if options.device == "cpu" and "pieces" not in options.disable:
+        cuts = {name: made for name, graph in programs.items() if (made := cut(graph, options.piece_size)) is not None}
+    return Plan(step, options, programs, carries, buffers, costs, cuts=cuts)

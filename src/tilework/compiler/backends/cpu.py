@@ -9,6 +9,7 @@ import platform
 import shlex
 import threading
 import warnings
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -18,16 +19,19 @@ from typing import Any
 import torch
 
 from ... import operators, random
+from ...artifact.graph import Graph
 from ...errors import BugError, MachineError, TileworkWarning
 from ...plan import aliases
 from ...plan.options import Options
+from ...plan.pieces import Cut
 from ...plan.plan import Plan
-from .. import calls, codegen_cpu, inductor_fixes, known, lowerings, memory, plain, to_fx, toolchain
+from .. import assemble, calls, codegen_cpu, inductor_fixes, known, lowerings, memory, plain, to_fx, toolchain
 from ..cache import Cache, Found, Parts, disk_errors
 from ..workers import Job, num_workers, started
 from . import Built, Report
 
 FUSED = ("step", "accumulate")
+PIECES = "programs"  # the library of all programs, where some are made of pieces
 SMALL = 600  # operators of all programs that share a library
 DRIVER = Path(__file__).parent.parent / "driver.cpp"
 
@@ -36,6 +40,7 @@ DRIVER = Path(__file__).parent.parent / "driver.cpp"
 def _own_code() -> str:
     """SHA-256 of all of our own code that decides what native code comes out for a graph."""
     files: list[Any] = [
+        assemble.__file__,
         calls.__file__,
         known.__file__,
         aliases.__file__,
@@ -100,22 +105,32 @@ class CpuBackend:
             text = "\n".join(sources[program] for program in libraries[library])
             return toolchain.shared_library(text, _effort(library, options), scratch, library, header, cache.folder / "headers")
 
+        def compile_one(source: str) -> Future[bytes]:
+            def compiled() -> bytes:
+                with cache.scratch() as scratch:
+                    return toolchain.object_file(source, options, scratch, PIECES, header).read_bytes()
+
+            return pool.submit(compiled)
+
         def build_driver(scratch: Path) -> bytes:
             return toolchain.shared_library(DRIVER.read_text(), options, scratch, "driver", None, cache.folder / "headers")
 
-        libraries = _libraries(plan)
+        cuts = {p: made for p, made in plan.cuts.items() if "*" not in plan.called.get(p, ())}
+        libraries = _libraries(plan, cuts)
         library_of = {p: library for library, members in libraries.items() for p in members}
         found: dict[str, Found] = {}
         waiting: dict[str, Parts] = {}
         for library, members in libraries.items():
             graphs = {f"graph of {p}": f"{plan.programs[p].digest()} {plan.programs[p].abi()}" for p in members}
             graphs |= {f"calls of {p}": " ".join(plan.called[p]) for p in members if p in plan.called}
+            graphs |= {f"pieces of {p}": cuts[p].digest() for p in members if p in cuts}
             parts = {**common, **graphs, "flags": shlex.join(toolchain.flags(_effort(library, options)))}
             hit = cache.look(f"{name}.{library}", parts)
             if hit is not None:
                 found[library] = hit
             else:
                 waiting[library] = parts
+        pieces = _Pieces(plan, cuts) if PIECES in waiting else None
         jobs = [
             Job(
                 p,
@@ -124,7 +139,9 @@ class CpuBackend:
             )
             for library in waiting
             for p in libraries[library]
+            if p not in cuts
         ]
+        jobs += pieces.jobs(cache.folder / "inductor") if pieces else []
         # Copies of this process are made before it starts threads. g++ works on a library as soon as its sources are there.
         with started(jobs, num_workers()) as generate, ThreadPoolExecutor(max_workers=2) as pool:
             driver = pool.submit(cache.get, "driver", {**common, "driver": DRIVER.read_text()}, build_driver)
@@ -136,22 +153,30 @@ class CpuBackend:
             futures: dict[str, Future[Found]] = {}
             lock = threading.Lock()
 
-            def generated(program: str, source: str) -> None:
+            def generated(unit: str, source: str) -> None:
                 with lock:
-                    sources[program] = source
-                    report(f"generated code for {program} ({len(sources)} of {len(jobs)})")
-                    library = library_of[program]
-                    if all(p in sources for p in libraries[library]):
+                    sources[unit] = source
+                    report(f"generated code for {unit} ({len(sources)} of {len(jobs)})")
+                    library = library_of.get(unit, PIECES)
+                    if library == PIECES and pieces is not None:
+                        pieces.add(unit, source, compile_one)
+                    elif all(p in sources for p in libraries[library]):
                         job = partial(compile_sources, library, sources)
                         futures[library] = pool.submit(cache.get, f"{name}.{library}", waiting[library], job)
 
             if jobs:
                 report(f"generating code for {len(jobs)} programs")
                 generate(generated)
-            for library, future in futures.items():
+            for library in waiting:
                 report(f"compiling {library}")
                 try:
-                    found[library] = future.result()
+                    if library == PIECES and pieces is not None:
+                        pieces.collected += [assemble.assemble(made, pieces.names[p]) for p, made in cuts.items()]
+                        pieces.compile(compile_one)
+                        link = partial(pieces.link, options, cache.folder / "headers")
+                        found[library] = cache.get(f"{name}.{library}", waiting[library], link)
+                    else:
+                        found[library] = futures[library].result()
                 except BugError as e:  # g++ refuses what Inductor wrote
                     left = [p for p in libraries[library] if "*" not in plan.called.get(p, ())]
                     if not left:
@@ -172,20 +197,76 @@ class CpuBackend:
 def _effort(library: str, options: Options) -> Options:
     """The third level of optimization is kept for the fused step, where it makes a few percent; it can take g++ half again
     as long. The precompiled header serves both."""
-    return options if library in FUSED else replace(options, opt_level=min(options.opt_level, 2))
+    return options if library in (*FUSED, PIECES) else replace(options, opt_level=min(options.opt_level, 2))
 
 
 def _note(found: Found) -> str:
     return "from the cache" if found.hit else f"compiled ({found.why})"
 
 
-def _libraries(plan: Plan) -> dict[str, list[str]]:
-    """Which programs share a library. Small ones do: most of what g++ takes for them is the same for all. Not the fused
-    one, which is compiled beside them, and not large ones, which several cores can compile at once."""
+def _libraries(plan: Plan, cuts: Mapping[str, Cut]) -> dict[str, list[str]]:
+    """Which programs share a library. All do where some are made of pieces, which they share as well. Small ones do: most of what
+    g++ takes for them is the same for all. Not the fused one, which is compiled beside them, and not large ones, which
+    several cores can compile at once."""
+    if cuts:
+        return {PIECES: list(plan.programs)}
     small = [p for p in plan.programs if p not in FUSED]
     if len(small) < 2 or sum(len(plan.programs[p].nodes) for p in small) > SMALL:
         return {p: [p] for p in plan.programs}
     return {**{p: [p] for p in plan.programs if p in FUSED}, "sections": small}
+
+
+class _Pieces:
+    """The library of programs that are made of pieces. Each of several compilers gets some of the sources: reading the common
+    header takes longer than compiling a small piece."""
+
+    def __init__(self, plan: Plan, cuts: Mapping[str, Cut]) -> None:
+        self.plan, self.cuts = plan, cuts
+        self.graphs: dict[str, Graph] = {}  # every piece once, by a name that says what is in it
+        self.program_of: dict[str, str] = {}
+        self.names = {program: [self._named(piece, program) for piece in made.pieces] for program, made in cuts.items()}
+        whole = [plan.programs[p] for p in plan.programs if p not in cuts]
+        self.share = sum(len(g.nodes) for g in (*whole, *self.graphs.values())) / num_workers()  # nodes a compiler
+        self.collected: list[str] = []
+        self.nodes = 0
+        self.with_calls = False
+        self.objects: list[Future[bytes]] = []
+
+    def _named(self, piece: Graph, program: str) -> str:
+        called = " ".join(self.plan.called.get(program, ()))
+        name = "p" + hashlib.sha256(f"{piece.digest()} {piece.abi()} {called}".encode()).hexdigest()[:20]
+        self.graphs[name], self.program_of[name] = replace(piece, name=name), program
+        return name
+
+    def jobs(self, scratch: Path) -> list[Job]:
+        return [Job(name, len(graph.nodes), partial(self._generate, name, scratch)) for name, graph in self.graphs.items()]
+
+    def _generate(self, name: str, scratch: Path) -> str:
+        program = self.program_of[name]
+        called = self.plan.called.get(program, ())
+        try:
+            return codegen_cpu.generate(self.graphs[name], self.plan.options, scratch, called, piece=True)
+        except codegen_cpu.NoCode as e:
+            raise codegen_cpu.NoCode(program, e.operators, str(e)) from e
+
+    def add(self, name: str, source: str, compile_one: Callable[[str], Future[bytes]]) -> None:
+        """A source that is ready; those that came before it are compiled as soon as they make a share."""
+        self.collected.append(source)
+        self.nodes += len((self.graphs.get(name) or self.plan.programs[name]).nodes)
+        if self.nodes >= self.share:
+            self.compile(compile_one)
+
+    def compile(self, compile_one: Callable[[str], Future[bytes]]) -> None:
+        text = "\n".join(self.collected)
+        self.with_calls |= "tilework::open_calls" in text
+        self.objects.append(compile_one(text))
+        self.collected, self.nodes = [], 0
+
+    def link(self, options: Options, folder: Path, scratch: Path) -> bytes:
+        files = [scratch / f"{i}.o" for i in range(len(self.objects))]
+        for file, made in zip(files, self.objects, strict=True):
+            file.write_bytes(made.result())
+        return toolchain.linked(files, self.with_calls, options, scratch, PIECES, folder)
 
 
 backend = CpuBackend()

@@ -43,17 +43,28 @@ struct Workspace {
   AtenTensorHandle kept[TEMPORARIES + 1] = {};
   AtenTensorHandle* prepared_for = nullptr;
   char* memory = nullptr;
+  bool lent = false;  // by the program that this is a piece of
 
   // Does something the first time only: a session always passes the same buffers.
   void prepare(AtenTensorHandle* buffers, size_t bytes) {
     if (prepared_for == buffers) return;
     release();
+    borrow(buffers);
+    memory = static_cast<char*>(aligned_alloc(64, (bytes + 127) / 64 * 64));
+    if (!memory) throw std::bad_alloc();
+  }
+  void prepare_in(char* memory_of_program, AtenTensorHandle* buffers) {
+    if (prepared_for == buffers) return;
+    release();
+    borrow(buffers);
+    memory = memory_of_program;
+    lent = true;
+  }
+  void borrow(AtenTensorHandle* buffers) {
     for (int i = 0; i < BUFFERS; ++i) {
       borrowed[i].handle = buffers[i];
       aoti_torch_get_data_ptr(buffers[i], &borrowed[i].data);
     }
-    memory = static_cast<char*>(aligned_alloc(64, (bytes + 127) / 64 * 64));
-    if (!memory) throw std::bad_alloc();
     prepared_for = buffers;
   }
   Temporary temporary(int index, size_t offset, int64_t dims, const int64_t* shape, const int64_t* stride, int32_t dtype) {
@@ -62,7 +73,7 @@ struct Workspace {
   void release() {
     for (AtenTensorHandle& handle : kept)
       if (handle) aoti_torch_delete_tensor_object(handle), handle = nullptr;
-    free(memory);
+    if (!lent) free(memory);
     memory = nullptr;
     prepared_for = nullptr;
   }

@@ -1,0 +1,140 @@
+"""Programs in pieces: what repeats is one piece, nothing is lost, and writes come in time. tests/fuzz compiles generated programs
+in small pieces; here are the models that pieces are made for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tilework
+from tilework.artifact.graph import Graph
+from tilework.compiler.build import plan_step
+from tilework.plan.pieces import Cut
+
+FUSED = tilework.Options(programs="fused")
+
+
+class Encoder(nn.Module):
+    def __init__(self, layers: int = 4) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encoder(x).square().mean()
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.Module] = nn.LSTM, **settings: object) -> None:
+        super().__init__()
+        self.layer = kind(8, 12, batch_first=True, **settings)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)[0].square().mean()
+
+
+class Counting(nn.Module):
+    """Layers that change a buffer which a later layer still reads as it was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(12)
+        )
+        self.register_buffer("total", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = self.total.clone()
+        for layer in self.layers:
+            x = x + layer(x) * self.total.clone()
+            self.total.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return (x * before).square().mean()
+
+
+def step_of(
+    model: nn.Module, x: Tensor, rule: type[torch.optim.Optimizer] = torch.optim.AdamW, **settings: object
+) -> tilework.Step:
+    return tilework.Step(model=model, inputs=(x,), loss=0, optimizer=rule(model.parameters(), lr=1e-2), **settings)
+
+
+def cut_of(step: tilework.Step, program: str = "step") -> Cut:
+    return plan_step(step, FUSED).cuts[program]
+
+
+def test_layers_that_repeat_are_one_piece() -> None:
+    few, many = (cut_of(step_of(Encoder(n), torch.randn(2, 5, 16))) for n in (3, 5))
+    assert len(few.pieces) == len(many.pieces)
+    assert sorted(p.digest() for p in few.pieces) == sorted(p.digest() for p in many.pieces)
+    assert len(many.calls) > len(few.calls) > len(few.pieces)
+    assert len(many.updates) == 1 and len(many.updates[0].instances) == 5 * 12
+
+
+def test_each_layer_draws_random_numbers_of_its_own() -> None:
+    cut = cut_of(step_of(Encoder(3), torch.randn(2, 5, 16)))
+    assert len(set(cut.numbers.values())) == len(cut.numbers) >= 3 * 3
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_time_steps_are_one_piece(kind: type[nn.Module]) -> None:
+    few, many = (cut_of(step_of(Recurrent(kind), torch.randn(3, n, 8))) for n in (14, 24))
+    assert sum(len(p.nodes) for p in many.pieces) <= 1.2 * sum(len(p.nodes) for p in few.pieces)
+
+
+def _covered(cut: Cut, graph: Graph) -> None:
+    """Every buffer that the program writes is written, and values are made before they are used."""
+    made = set(graph.reads) | set(cut.numbers)
+    written: list[str] = []
+    for call in cut.calls:
+        piece = cut.pieces[call.piece]
+        value = dict(zip(piece.buffers, call.values, strict=True))
+        assert {cut.base(value[b]) for b in piece.reads} <= made
+        written += [value[b] for b in piece.buffers if b in piece.written]
+        made |= {value[b] for b in piece.written}
+    for update in cut.updates:
+        assert {cut.base(v) for v in update.inputs()} <= made
+        written += update.writes()
+    assert set(written) - set(cut.temporaries) == graph.written
+    assert len(set(written)) == len(written)
+
+
+@pytest.mark.parametrize("size", [8, 400])
+def test_nothing_is_lost(size: int) -> None:
+    for model, x in ((Encoder(), torch.randn(2, 5, 16)), (Recurrent(), torch.randn(3, 14, 8)), (Counting(), torch.randn(4, 8))):
+        plan = plan_step(step_of(model, x), tilework.Options(piece_size=size))
+        assert "step" in plan.cuts
+        for name, cut in plan.cuts.items():
+            _covered(cut, plan.programs[name])
+
+
+def test_small_programs_stay_whole() -> None:
+    assert not plan_step(step_of(nn.Sequential(nn.Linear(8, 1), nn.Flatten(0)), torch.randn(1, 8)), FUSED).cuts
+
+
+@pytest.mark.parametrize(
+    ("make", "shape", "rule", "size"),
+    [
+        (Encoder, (2, 5, 16), torch.optim.AdamW, 400),
+        (lambda: Recurrent(bidirectional=True), (3, 14, 8), torch.optim.Adam, 400),
+        (lambda: Recurrent(nn.GRU), (3, 14, 8), torch.optim.RMSprop, 10),
+        (Counting, (4, 8), torch.optim.SGD, 30),
+    ],
+)
+def test_numbers(make: object, shape: tuple[int, ...], rule: type[torch.optim.Optimizer], size: int, tmp_path: Path) -> None:
+    """Beside the whole graph, operator by operator: three steps, each from the state that the one before left."""
+    torch.manual_seed(0)
+    model, x = make(), torch.randn(*shape)  # type: ignore[operator]
+    options = tilework.Options(programs="fused", piece_size=size)
+    made = tilework.compile(step_of(model, x, rule, clip_norm=1.0), tmp_path / "pieces.pef", options=options)
+    assert made.plan.cuts and not made.verification.retreats
+    results = []
+    for device in ("cpu", "reference"):
+        with tilework.load(made.path, device=device, seed=3) as session:
+            losses = [session.run(x).loss.item() for _ in range(3)]
+            results.append((losses, {k: v.clone() for k, v in session.tensors().items()}))
+    (losses, tensors), (expected_losses, expected) = results
+    assert losses == pytest.approx(expected_losses, rel=1e-5)
+    for name, want in expected.items():
+        torch.testing.assert_close(tensors[name], want, rtol=1e-3, atol=2e-5, msg=name)
