@@ -24,7 +24,7 @@ class Encoder(nn.Module):
         self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.encoder(x).square().mean()
+        return (self.encoder(x) * torch.linspace(0.1, 1.0, 16)).tanh().mean()  # not a constant of a normalised output
 
 
 class Recurrent(nn.Module):
