@@ -136,7 +136,8 @@ class _Dropout(TorchFunctionMode):
             return self._dropout(func, *args, **kwargs)
         if func is F.scaled_dot_product_attention and (kwargs.get("dropout_p") or (len(args) > 4 and args[4])):
             return self._attention(*args, **kwargs)
-        if func in _RECURRENT and len(args) == 9 and args[5] and args[6]:
+        packed = len(args) == 9 and isinstance(args[3], (list, tuple))  # (data, batch_sizes, state, weights, ...)
+        if func in _RECURRENT and len(args) == 9 and not packed and args[5] and args[6]:
             return self._recurrent(func, *args)
         if func is F.multi_head_attention_forward:
             with self._inside_attention():

@@ -7,7 +7,7 @@ import re
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilework.compiler.memory import Place, _arrange, families, plan_temporaries
+from tilework.compiler.memory import Place, arrange, families, plan_temporaries
 
 
 def allocation(name: str, size: int) -> str:
@@ -65,7 +65,7 @@ def test_families_follow_every_name() -> None:
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 40), st.integers(0, 15)), max_size=25))
 def test_no_two_meet(given_places: list[tuple[int, int, int]]) -> None:
     places = [Place(str(i), 64 * size, first, first + length) for i, (size, first, length) in enumerate(given_places)]
-    total = _arrange(places)
+    total = arrange(places)
     for i, a in enumerate(places):
         assert a.offset % 64 == 0 and a.offset + a.size <= total
         for b in places[:i]:

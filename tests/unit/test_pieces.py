@@ -116,10 +116,10 @@ def test_small_programs_stay_whole() -> None:
 @pytest.mark.parametrize(
     ("make", "shape", "rule", "size"),
     [
-        (Encoder, (2, 5, 16), torch.optim.AdamW, 400),
+        (Encoder, (2, 5, 16), torch.optim.SGD, 400),
         (lambda: Recurrent(bidirectional=True), (3, 14, 8), torch.optim.Adam, 400),
         (lambda: Recurrent(nn.GRU), (3, 14, 8), torch.optim.RMSprop, 10),
-        (Counting, (4, 8), torch.optim.SGD, 30),
+        (Counting, (4, 8), torch.optim.AdamW, 30),
     ],
 )
 def test_numbers(make: object, shape: tuple[int, ...], rule: type[torch.optim.Optimizer], size: int, tmp_path: Path) -> None:

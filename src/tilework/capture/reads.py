@@ -81,6 +81,9 @@ class Origins:
 
     def note(self, func: Any, args: Any, inputs: Sequence[Tensor], results: Sequence[Tensor], written: Sequence[Tensor]) -> None:
         """An operator has run."""
+        if func is aten.lift_fresh.default:  # torch.tensor(...) of numbers, which are the program's own
+            self._put(self._constant, storage_of(results[0]), results[0], True)
+            return
         same = func.namespace != "tilework" and func not in RANDOM_OPERATORS
         same = same and torch.Tag.nondeterministic_seeded not in func.tags
         constant, given = same and self.is_constant(*inputs), same and self.is_given(*inputs)

@@ -15,6 +15,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from . import packed
 from .masked import Masked, selected
 
 
@@ -71,6 +72,8 @@ _REWRITES: dict[Any, Any] = {
     F.one_hot: _one_hot,
     torch._C._nn.one_hot: _one_hot,
     F.interpolate: _interpolate,
+    packed.PACK: packed.pack,
+    packed.PAD: packed.pad,
 }
 for _home, _name in ((F, "grouped_mm"), (torch, "_grouped_mm")):  # torch 2.11 may lack one
     if hasattr(_home, _name):
@@ -89,6 +92,8 @@ class Rewrites(TorchFunctionMode):
                 return found
         if func is Tensor.__setitem__ and isinstance(args[2], Masked):
             return args[2].put_into(*args[:2])
+        if func in packed.RECURRENT and packed.is_packed(args):
+            return packed.recurrent(func, *args)
         return (_REWRITES.get(func) or _BY_NAME.get(str(func)) or func)(*args, **(kwargs or {}))
 
 

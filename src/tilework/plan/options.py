@@ -20,7 +20,7 @@ def known_isas(architecture: str) -> tuple[str, ...]:
 @dataclass(frozen=True, kw_only=True)
 class Options:
     device: str = "cpu"
-    programs: Literal["all", "fused", "sections"] = "all"  # which ways of running the artifact must support
+    programs: Literal["all", "fused", "sections"] = "all"  # what is built: the fused step, its sections one by one, or both
     isa: Literal["native", "x86-64-v3", "x86-64-v4", "baseline"] = "native"  # instruction set of native code
     opt_level: int = 3  # of the native compiler; 1 compiles faster and runs a little slower
     keep_momentum: bool = False  # room for momentum although the optimizer starts with none
