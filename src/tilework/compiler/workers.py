@@ -56,8 +56,8 @@ def started(jobs: list[Job], num: int):  # type: ignore[no-untyped-def]
     """Copies begin at once; the body of the `with` gets a function that works here as well until all is done, and calls
     its argument with (name, result) for each job as it is done, from any thread. The heaviest jobs are begun first."""
     jobs = sorted(jobs, key=lambda j: -j.weight)
-    tickets, office = os.pipe()  # a byte a job: whoever reads it has the job, and the end of the file means no more
-    os.write(office, bytes(range(len(jobs))))
+    tickets, office = os.pipe()  # two bytes a job: whoever reads them has the job, and the end of the file means no more
+    os.write(office, b"".join(i.to_bytes(2, "little") for i in range(len(jobs))))
     os.close(office)
     copies = [_Copy(jobs, tickets) for _ in range(min(num, len(jobs)) - 1)]
 
@@ -88,8 +88,8 @@ def started(jobs: list[Job], num: int):  # type: ignore[no-untyped-def]
 
 
 def _taken(jobs: list[Job], tickets: int) -> Iterator[Job]:
-    while ticket := os.read(tickets, 1):
-        yield jobs[ticket[0]]
+    while ticket := os.read(tickets, 2):
+        yield jobs[int.from_bytes(ticket, "little")]
 
 
 class _Copy:

@@ -156,7 +156,7 @@ class CpuBackend:
             def generated(unit: str, source: str) -> None:
                 with lock:
                     sources[unit] = source
-                    report(f"generated code for {unit} ({len(sources)} of {len(jobs)})")
+                    report(f"generated code for {unit if unit in library_of else 'a piece'} ({len(sources)} of {len(jobs)})")
                     library = library_of.get(unit, PIECES)
                     if library == PIECES and pieces is not None:
                         pieces.add(unit, source, compile_one)
@@ -165,7 +165,7 @@ class CpuBackend:
                         futures[library] = pool.submit(cache.get, f"{name}.{library}", waiting[library], job)
 
             if jobs:
-                report(f"generating code for {len(jobs)} programs")
+                report(f"generating code for {len(jobs)} programs and pieces")
                 generate(generated)
             for library in waiting:
                 report(f"compiling {library}")
