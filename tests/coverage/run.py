@@ -1,6 +1,6 @@
 """The coverage table: every case in a process of its own.
 
-python tests/coverage/run.py [--only PATTERN] [--jobs 2] [--out docs/coverage.md] [--json FILE]
+python tests/coverage/run.py [--only PATTERN] [--jobs 2] [--out docs/coverage.md] [--json FILE [--go-on]]
 python tests/coverage/run.py --case hf/bert       one, in this process, with its traceback
 """
 
@@ -49,7 +49,8 @@ def main() -> int:
     parser.add_argument("--only", default="*")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="outcomes, written after each case")
+    parser.add_argument("--go-on", action="store_true", help="leave out the cases that --json has already")
     parser.add_argument("--case")
     parser.add_argument("--quiet", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -59,17 +60,19 @@ def main() -> int:
         return 0 if outcome.trains else 1
     names = [n for n in all_cases() if any(fnmatch.fnmatch(n, p) for p in args.only.split(","))]
     found: dict[str, Outcome] = {}
+    if args.go_on and args.json and args.json.exists():
+        found = {n: Outcome(**o) for n, o in json.loads(args.json.read_text()).items() if n in names}
 
     def show(name: str) -> None:
         found[name] = outcome = apart(name)
+        if args.json:
+            args.json.write_text(json.dumps({n: vars(o) for n, o in list(found.items())}, indent=1))
         said = " ".join(outcome.detail.split())[:230]
         print(f"{len(found):4d}/{len(names)} {name:40s} {outcome.verdict:10s} {outcome.compile_cpu:5.1f} s  {said}", flush=True)
 
     with ThreadPoolExecutor(args.jobs) as pool:
-        list(pool.map(show, names))
+        list(pool.map(show, [n for n in names if n not in found]))
     print(collections.Counter(o.verdict for o in found.values()))
-    if args.json:
-        args.json.write_text(json.dumps({n: vars(found[n]) for n in names}, indent=1))
     if args.out:
         args.out.write_text(page({n: found[n] for n in names}))
     return 0
