@@ -45,10 +45,14 @@ def mix_bits(index: Any, low: Any, high: Any, site: Any) -> Any:
     return _mix((_mix(index ^ key1) + key2) & MASK32)
 
 
-@torch.library.custom_op("tilework::random_bits", mutates_args=())
-def _random_bits(shape: Sequence[int], seed: Tensor, site: int) -> Tensor:
+def _drawn(shape: Sequence[int], seed: Tensor, site: Any) -> Tensor:
     index = torch.arange(math.prod(shape), dtype=torch.int64, device=seed.device)
     return mix_bits(index, seed & MASK32, (seed >> 32) & MASK32, site).reshape(tuple(shape))
+
+
+@torch.library.custom_op("tilework::random_bits", mutates_args=())
+def _random_bits(shape: Sequence[int], seed: Tensor, site: int) -> Tensor:
+    return _drawn(shape, seed, site)
 
 
 @_random_bits.register_fake
@@ -59,8 +63,7 @@ def _(shape: Sequence[int], seed: Tensor, site: int) -> Tensor:
 @torch.library.custom_op("tilework::random_bits_at", mutates_args=())
 def _random_bits_at(shape: Sequence[int], seed: Tensor, site: Tensor) -> Tensor:
     """The same where the site is only known when the program runs: one piece of code serves several sites."""
-    index = torch.arange(math.prod(shape), dtype=torch.int64, device=seed.device)
-    return mix_bits(index, seed & MASK32, (seed >> 32) & MASK32, site).reshape(tuple(shape))
+    return _drawn(shape, seed, site)
 
 
 @_random_bits_at.register_fake

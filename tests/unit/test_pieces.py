@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import tilework
-from tilework.artifact.graph import Graph
+from tilework.artifact.graph import Graph, Node, Ref, TensorType
 from tilework.compiler.build import plan_step
 from tilework.plan.pieces import Cut
+from tilework.plan.sums import sums
+from tilework.plan.views import find_views
 
 FUSED = tilework.Options(programs="fused")
 
@@ -107,6 +109,49 @@ def test_nothing_is_lost(size: int) -> None:
         assert "step" in plan.cuts
         for name, cut in plan.cuts.items():
             _covered(cut, plan.programs[name])
+
+
+def test_the_gradient_of_a_recurrent_weight_is_one_product() -> None:
+    step = step_of(Recurrent(), torch.randn(3, 14, 8))
+    with_sums, without = (
+        plan_step(step, tilework.Options(programs="fused", disable=("products", *off))).programs["step"]
+        for off in ((), ("sums",))
+    )
+    products = [sum(n.op == "aten.mm.default" for n in graph.nodes) for graph in (with_sums, without)]
+    assert products[1] - products[0] == 13  # 14 time steps
+
+
+def _graph(*nodes: Node, read: TensorType) -> Graph:
+    graph = Graph("g", ("x",), nodes, (("y", nodes[-1].name),), {"x": read, "y": nodes[-1].types[0] or read})
+    graph.verify()
+    return graph
+
+
+def test_a_conjugate_is_not_elements_as_they_are() -> None:
+    kind = TensorType.dense("complex64", (3, 2))
+    turned = TensorType("complex64", (2, 3), (1, 2))
+    graph = _graph(
+        Node("a", "aten._conj.default", (Ref("x"),), {}, (kind,)),
+        Node("b", "aten.t.default", (Ref("x"),), {}, (turned,)),
+        read=kind,
+    )
+    assert set(find_views(graph)) == {"b"}
+
+
+def test_sums_of_another_shape_stay_as_they_are() -> None:
+    """Rows are summed to (1, 6), looked at as (2, 3) and added: not the sum of a bias."""
+    rows, one, two = (TensorType.dense("float32", s) for s in ((4, 6), (1, 6), (2, 3)))
+    nodes: list[Node] = []
+    for i in range(5):
+        nodes.append(Node(f"r{i}", "aten.mul.Tensor", (Ref("x"), float(i)), {}, (rows,)))
+        nodes.append(Node(f"s{i}", "aten.sum.dim_IntList", (Ref(f"r{i}"), [0], True), {}, (one,)))
+        nodes.append(Node(f"v{i}", "aten.view.default", (Ref(f"s{i}"), [2, 3]), {}, (two,)))
+    total = "v0"
+    for i in range(1, 5):
+        nodes.append(Node(f"a{i}", "aten.add.Tensor", (Ref(total), Ref(f"v{i}")), {}, (two,)))
+        total = f"a{i}"
+    graph = _graph(*nodes, read=rows)
+    assert sums(graph) is graph
 
 
 def test_small_programs_stay_whole() -> None:

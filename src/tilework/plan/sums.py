@@ -78,9 +78,10 @@ class _Sums:
         if node is None or self.uses[leaf] != 1:
             return None
         if node.op == _VIEW and (total := self.made.get(name_of(node.args[0]))) is not None:
-            alone = total.op == _SUM and self.uses[total.name] == 1 and list(total.args[1:]) == [[0], True]
-            rows = name_of(total.args[0]) if alone else ""
-            return _Term(rows, "", False) if alone and len(self._type(rows).shape) == 2 else None
+            plain = total.op == _SUM and self.uses[total.name] == 1 and list(total.args[1:]) == [[0], True] and not total.kwargs
+            kind = self._type(name_of(total.args[0])) if plain else TensorType("", (), ())
+            fits = kind.dtype == "float32" and len(kind.shape) == 2 and self._type(leaf).shape == kind.shape[1:] and not turned
+            return _Term(name_of(total.args[0]), "", False) if fits else None
         first = self.made.get(name_of(node.args[0])) if node.op == _MM else None
         if first is None or first.op != _T:
             return None

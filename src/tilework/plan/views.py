@@ -69,5 +69,6 @@ def _applied(node: Any, source: torch.Tensor | None) -> Any:
 
 
 def _shares(result: torch.Tensor, base: torch.Tensor) -> bool:
+    """Whether the result is elements of the base as they are: not the conjugate or the negative of them, which are views too."""
     same = result.untyped_storage()._cdata == base.untyped_storage()._cdata
-    return same and result.dtype == base.dtype
+    return same and result.dtype == base.dtype and not result.is_conj() and not result.is_neg()

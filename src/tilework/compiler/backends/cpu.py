@@ -32,6 +32,7 @@ from . import Built, Report
 
 FUSED = ("step", "accumulate")
 PIECES = "programs"  # the library of all programs, where some are made of pieces
+SHARE = 100  # operators that are worth a run of the compiler
 SMALL = 600  # operators of all programs that share a library
 DRIVER = Path(__file__).parent.parent / "driver.cpp"
 
@@ -143,7 +144,7 @@ class CpuBackend:
         ]
         jobs += pieces.jobs(cache.folder / "inductor") if pieces else []
         # Copies of this process are made before it starts threads. g++ works on a library as soon as its sources are there.
-        with started(jobs, num_workers()) as generate, ThreadPoolExecutor(max_workers=2) as pool:
+        with started(jobs, num_workers()) as generate, ThreadPoolExecutor(max_workers=max(2, num_workers())) as pool:
             driver = pool.submit(cache.get, "driver", {**common, "driver": DRIVER.read_text()}, build_driver)
             if waiting:
                 report("preparing the compiler's headers (once)")
@@ -226,7 +227,8 @@ class _Pieces:
         self.program_of: dict[str, str] = {}
         self.names = {program: [self._named(piece, program) for piece in made.pieces] for program, made in cuts.items()}
         whole = [plan.programs[p] for p in plan.programs if p not in cuts]
-        self.share = sum(len(g.nodes) for g in (*whole, *self.graphs.values())) / num_workers()  # nodes a compiler
+        total = sum(len(g.nodes) for g in (*whole, *self.graphs.values()))
+        self.share = max(SHARE, total / num_workers())  # nodes that one run of the compiler gets
         self.collected: list[str] = []
         self.nodes = 0
         self.with_calls = False

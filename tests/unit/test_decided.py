@@ -1,0 +1,26 @@
+"""How the check of a compile tells rounding, and jumps of the model, from faults."""
+
+from __future__ import annotations
+
+import pytest
+
+from tilework.check.check import _SHAKEN, _decided
+from tilework.check.compare import Row
+
+KEY = ("step", "gradient", "w")
+
+
+@pytest.mark.parametrize(
+    ("error", "moves", "right"),
+    [
+        (5e-3, [1e-6, 5e-3, 6e-3, 5e-3, 5e-3, 6e-3], True),  # a ReLU flips as soon as it is shaken a little more
+        (5e-3, [1e-6 * units / _SHAKEN[0] for units in _SHAKEN], False),  # eager moves smoothly, and not nearly so far
+        (2e-5, [1e-6 * units / _SHAKEN[0] for units in _SHAKEN], True),  # rounding that the model magnifies
+        (5e-3, [0.0] * len(_SHAKEN), False),
+        (0.5, [2e-2] * len(_SHAKEN), False),  # chaos: nothing can be said
+    ],
+)
+def test_decided(error: float, moves: list[float], right: bool) -> None:
+    row = Row("gradient", "w", error, 1e-5, False, program="step", share=1.0)
+    (judged,) = _decided([row], [{KEY: m} for m in moves])
+    assert judged.ok is right
