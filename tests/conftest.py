@@ -12,6 +12,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent / "outside"))  # a device of another distribution, found by its entry points
 os.environ.setdefault("TILEWORK_LEASE", "0")  # tests run beside each other; those of tiles take leases, in folders of their own
 
 import tilework

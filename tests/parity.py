@@ -108,7 +108,7 @@ def train_eager(step: tilework.Step, data: list[list[Tensor]]) -> Trace:
 def train_session(session: tilework.Session, step: tilework.Step, data: list[list[Tensor]], *, sections: bool) -> Trace:
     """The same from the artifact: fused, or section by section (which also shows the gradients)."""
     trace, micro = Trace(), step.num_micro_batches
-    dim = session.manifest.batch_dim
+    dim = session.manifest.signature.batch_dim
     for at in range(0, len(data), micro):
         group = data[at : at + micro]
         flat = group[0] if micro == 1 else [torch.cat(parts, dim=dim) for parts in zip(*group, strict=True)]
@@ -117,8 +117,8 @@ def train_session(session: tilework.Session, step: tilework.Step, data: list[lis
         if at == 0:
             if sections:
                 trace.gradients = session.gradients()
-            trace.parameters = {k: t for k, t in session.state_dict().items() if f"param/{k}" in session.buffers}
-            trace.buffers = {k: t for k, t in session.state_dict().items() if f"buffer/{k}" in session.buffers}
+            trace.parameters = {k: t for k, t in session.state_dict().items() if f"param/{k}" in session.memory}
+            trace.buffers = {k: t for k, t in session.state_dict().items() if f"buffer/{k}" in session.memory}
     return trace
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from .artifact.structure import flatten, unflatten
 from .errors import UserError
 
 Loss = Callable[..., torch.Tensor] | int | str | Sequence[int | str] | Literal["auto"] | None
@@ -41,6 +42,8 @@ class Step:
     accumulate: Literal["mean", "sum"] = "mean"
     precision: Literal["float32", "bfloat16"] = "float32"
     batch_dim: int | None = 0
+    train: bool = True  # False: only inference is built, and nothing of a backward pass
+    name: str = ""  # of its signature in the artifact; by default the size of its batch
     examples: Literal["data", "shapes"] = "data"  # shapes: the examples' values mean nothing; the check makes its own
     metadata: Mapping[str, Any] = field(default_factory=dict)  # the user's own notes; kept in the artifact
 
@@ -83,6 +86,52 @@ class Step:
                 problems.append(f"optimizer: found {type(opt).__name__}, expected a torch.optim.Optimizer")
         if problems:
             raise UserError("step-argument", "the step is described wrongly:\n    " + "\n    ".join(problems))
+
+    @property
+    def batch_size(self) -> int | None:
+        """Rows of the example inputs: of one micro-batch. None where no input has a batch."""
+        tensors = [*flatten(self.inputs)[0], *flatten(self.targets)[0]]
+        dim = self.batch_dim
+        return next((t.shape[dim] for t in tensors if t.dim() > dim), None) if dim is not None else None
+
+    @property
+    def num_rows(self) -> int | None:
+        """Rows of one whole step."""
+        size = self.batch_size
+        return None if size is None else size * self.num_micro_batches
+
+    @property
+    def signature_name(self) -> str:
+        return self.name or str(self.num_rows or "step")
+
+    def with_rows(self, rows: int, *, train: bool = True) -> Step:
+        """The same step for another number of rows: the examples are repeated or cut along the batch. Where accumulation leaves
+        no whole number of micro-batches, there is one."""
+        size, dim = self.batch_size, self.batch_dim
+        if size is None or dim is None:
+            raise UserError("step-batch", "the step has no batch whose size could be another",
+                            found="no input with a batch dimension", expected="batch_dim=, and inputs that have it")  # fmt: skip
+        micro = rows // size if self.num_micro_batches > 1 and train and rows % size == 0 else 1
+        each = rows // micro
+
+        def sized(value: Any) -> Any:
+            if isinstance(value, torch.Tensor) and value.dim() > dim and value.shape[dim] == size:
+                picked = value.detach().index_select(dim, torch.arange(each) % size)
+                return picked.requires_grad_(value.requires_grad)
+            return value
+
+        def all_sized(values: Any) -> Any:
+            leaves, structure = flatten(values)
+            return unflatten(structure, iter([sized(leaf) for leaf in leaves]))
+
+        inputs = self.inputs if isinstance(self.inputs, (tuple, list, dict)) else (self.inputs,)
+        targets = self.targets if isinstance(self.targets, (tuple, list)) else (self.targets,)
+        return replace(self, inputs=all_sized(inputs), targets=all_sized(tuple(targets)), num_micro_batches=micro, train=train,
+                       name="" if train else f"infer_{rows}")  # fmt: skip
+
+    def autocast(self, *, cache: bool = True) -> torch.autocast:
+        """Forward runs under this. It is traced on the host, whatever device it is compiled for."""
+        return torch.autocast("cpu", torch.bfloat16, enabled=self.precision == "bfloat16", cache_enabled=cache)
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:

@@ -7,12 +7,12 @@ import math
 import numpy as np
 import pytest
 import torch
+from devices import COMPUTING
 from test_native_call import frames_during
 
 import tilework
 from parity import batches
 
-COMPUTING = ["cpu", "reference"]
 NUM_STEPS = 5
 # Dropout and its seeds, batch norm's buffers, accumulation, clipping, several outputs, LayerNorm, recurrent nets.
 LOOPED = [
@@ -35,7 +35,7 @@ def joined(step: tilework.Step, data) -> list[torch.Tensor]:
 
 def step_data(session: tilework.Session, step: tilework.Step, num_steps: int) -> list[list[torch.Tensor]]:
     """One entry a step, each with the inputs of all its micro-batches."""
-    micro = session.manifest.num_micro_batches
+    micro = session.manifest.signature.num_micro_batches
     flat = batches(step, num_steps * micro)
     return [joined(step, flat[i * micro : (i + 1) * micro]) for i in range(num_steps)]
 
@@ -119,7 +119,7 @@ def test_output_modes(session_of, name: str, device: str) -> None:
         assert torch.equal(found[mode].losses, found["all"].losses) and torch.equal(found[mode].loss, found["all"].loss)
     assert found["loss"].outputs is None
     whole, last, total = (leaves(found[m].outputs)[-1] for m in ("all", "last", "sum"))
-    count = NUM_STEPS * session.manifest.num_micro_batches
+    count = NUM_STEPS * session.manifest.signature.num_micro_batches
     slices = whole.reshape(count, *last.shape)
     assert torch.equal(last, slices[-1])
     assert torch.allclose(total, slices.sum(0), rtol=1e-5, atol=1e-6)
@@ -127,9 +127,9 @@ def test_output_modes(session_of, name: str, device: str) -> None:
 
 def test_chosen_outputs(session_of) -> None:
     session, step = session_of("linear", "cpu")
-    names = [a.name for a in session.manifest.outputs]
+    names = [a.name for a in session.manifest.signature.outputs]
     data = joined(step, step_data(session, step, 4))
-    chosen = next(n for n in names if n not in session.manifest.losses)
+    chosen = next(n for n in names if n not in session.manifest.signature.losses)
     result = session.run(*data, num_steps=4, outputs={chosen: "last"})
     assert result.losses.shape == (4,) and leaves(result.outputs)[-1].shape == (6, 5)
     with pytest.raises(tilework.UserError, match="no output mode 'first'"):
@@ -150,10 +150,11 @@ def test_python_frames_do_not_depend_on_the_number_of_steps(session_of) -> None:
 
 def test_parameters_are_updated_in_place(session_of) -> None:
     session, step = session_of("linear", "cpu")
-    before = {k: (t.data_ptr(), t.clone()) for k, t in session.buffers.items() if k.startswith("param/")}
+    before = {k: (t.data_ptr(), t.clone()) for k, t in session._device.buffers.items() if k.startswith("param/")}
     session.run(*joined(step, step_data(session, step, 8)), num_steps=8)
     for name, (address, value) in before.items():
-        assert session.buffers[name].data_ptr() == address and not torch.equal(session.buffers[name], value)
+        now = session._device.buffers[name]
+        assert now.data_ptr() == address and not torch.equal(now, value)
 
 
 def test_results_do_not_change_when_the_session_goes_on(session_of) -> None:

@@ -44,7 +44,7 @@ def prepared(session: tilework.Session, step: tilework.Step, num_steps: int):
     data = batches(step, num_steps)
     stacked = [torch.stack(parts).contiguous() for parts in zip(*data, strict=True)]
     bound = session._device.bind(
-        Call(micro="step", num_steps=num_steps, inputs=tuple(f"input/{a.name}" for a in session.manifest.inputs))
+        Call(micro="step", num_steps=num_steps, inputs=tuple(f"input/{a.name}" for a in session.manifest.signature.inputs))
     )
     bound.point(stacked, [])
     return bound, stacked

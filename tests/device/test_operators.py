@@ -13,7 +13,6 @@ from models import MODELS
 from tilework.artifact.structure import flatten
 from tilework.capture.capture import capture
 from tilework.plan.convolutions import SMALL_BATCH
-from tilework.plan.plan import plan
 
 SHAPES = [
     # in, out, kernel, stride, padding, dilation, groups, (h, w)
@@ -56,7 +55,7 @@ def test_small_convolutions_of_every_shape(workshop) -> None:
     gradients = session.gradients()
     for name, p in model.named_parameters():
         assert torch.allclose(gradients[name], p.grad, rtol=1e-4, atol=1e-6), name
-    for argument, image in zip(session.manifest.inputs, images, strict=True):
+    for argument, image in zip(session.manifest.signature.inputs, images, strict=True):
         assert torch.allclose(gradients[f"input/{argument.name}"], image.grad, rtol=1e-4, atol=1e-6), argument.name
 
 
@@ -84,7 +83,7 @@ def test_large_convolutions_stay_with_the_library() -> None:
     model = nn.Conv2d(3, 4, 3)
     for batch, small in ((SMALL_BATCH, True), (SMALL_BATCH + 1, False)):
         step = tilework.Step(model=model, inputs=(torch.randn(batch, 3, 8, 8),), loss=lambda out: out.sum(), targets=())
-        graph = plan(capture(step), tilework.Options()).programs["fwd"]
+        graph = tilework.plan_step(step).programs["fwd"]
         assert any(n.op == "tilework.small_conv.default" for n in graph.nodes) == small
         assert any(n.op == "aten.convolution.default" for n in graph.nodes) != small
 
@@ -161,7 +160,7 @@ def test_pooling_of_every_window_and_layout(workshop) -> None:
     expected.backward()
     assert torch.allclose(loss, expected, rtol=1e-5)
     gradients = session.gradients()
-    for argument, image in zip(session.manifest.inputs, images, strict=True):
+    for argument, image in zip(session.manifest.signature.inputs, images, strict=True):
         assert torch.allclose(gradients[f"input/{argument.name}"], image.grad, rtol=1e-5, atol=1e-6), argument.name
 
 
@@ -212,7 +211,7 @@ def test_products_of_every_shape(workshop) -> None:
     expected.backward()
     assert torch.allclose(loss, expected, rtol=1e-4)
     gradients = session.gradients()
-    for argument, matrix in zip(session.manifest.inputs, matrices, strict=True):
+    for argument, matrix in zip(session.manifest.signature.inputs, matrices, strict=True):
         assert torch.allclose(gradients[f"input/{argument.name}"], matrix.grad, rtol=1e-3, atol=1e-3), argument.name
 
 

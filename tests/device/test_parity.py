@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from devices import COMPUTING
 
 import tilework
 from models import MODELS, OPTIMIZERS
@@ -24,7 +25,7 @@ def compare(session_of, name: str, device: str, **kwargs) -> None:
         assert_same(train_session(session, step, data, sections=sections), expected)
 
 
-@pytest.mark.parametrize("device", ["cpu", "reference"])
+@pytest.mark.parametrize("device", COMPUTING)
 @pytest.mark.parametrize("name", MODELS)
 def test_models(session_of, name: str, device: str) -> None:
     """Each model with an optimizer of its own; between them all optimizers occur."""
@@ -87,4 +88,4 @@ def test_pure_bfloat16_model(session_of, workshop) -> None:
         expected.backward()
         twin.optimizer.step()
         assert abs(float(loss) - float(expected)) <= 0.03 * abs(float(expected))
-    assert session.buffers["param/0.weight"].dtype == torch.bfloat16
+    assert session.memory.read("param/0.weight").dtype == torch.bfloat16

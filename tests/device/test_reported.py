@@ -7,6 +7,7 @@ import signal
 import pytest
 import torch
 import torch.nn.functional as F
+from devices import COMPUTING
 from torch import nn
 
 import tilework
@@ -24,7 +25,7 @@ def step_of(model: nn.Module, inputs=None, targets=None, **kwargs) -> tilework.S
     return tilework.Step(model=model, inputs=inputs, targets=(torch.randn(4, 3),) if targets is None else targets, **kwargs)
 
 
-@pytest.mark.parametrize("device", ["cpu", "reference"])
+@pytest.mark.parametrize("device", COMPUTING)
 def test_outputs_that_are_copies_of_state(device: str, tmp_path) -> None:
     """An output that is a plain copy or view of a parameter or buffer has the value from before the update."""
 
@@ -48,7 +49,7 @@ def test_outputs_that_are_copies_of_state(device: str, tmp_path) -> None:
     for sections in (None, ["fwd"]):
         session = tilework.load(tmp_path / "m.pef")
         out = session.run(*step.inputs, *step.targets, sections=sections).outputs
-        assert float(out[1]) == 0.0 and float(session.buffers["buffer/count"]) == 1.0
+        assert float(out[1]) == 0.0 and float(session.memory.read("buffer/count")) == 1.0
         assert torch.equal(out[2], bias) and torch.equal(out[3], weight.view(2, 9)) and torch.equal(out[4], fc.t())
     assert check(tmp_path / "m.pef", step).ok
 
@@ -156,7 +157,7 @@ def test_an_optimizer_that_has_made_steps_keeps_its_state(tmp_path) -> None:
         eager()
     tilework.compile(step, tmp_path / "m.pef", options=REFERENCE)
     session = tilework.load(tmp_path / "m.pef")
-    assert int(session.buffers["state/opt0.g0/step"]) == 5
+    assert int(session.memory.read("state/opt0.g0/step")) == 5
     for _ in range(3):
         assert torch.allclose(session.run(*step.inputs, *step.targets).loss, eager(), rtol=1e-5)
 
@@ -198,7 +199,7 @@ def test_wrong_calls(tmp_path) -> None:
         tilework.load(tmp_path / "m.pef", device="frob")
 
 
-@pytest.mark.parametrize("device", ["cpu", "reference"])
+@pytest.mark.parametrize("device", COMPUTING)
 def test_examples_that_are_not_contiguous(device: str, tmp_path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(3 * 2 * 3, 3)).to(memory_format=torch.channels_last)
@@ -230,7 +231,7 @@ def test_a_dropout_in_a_module_whose_name_looks_like_an_optimizer(tmp_path) -> N
     assert check(tmp_path / "m.pef", step).ok
 
 
-@pytest.mark.parametrize("device", ["cpu", "reference"])
+@pytest.mark.parametrize("device", COMPUTING)
 def test_inputs_that_all_micro_batches_share(device: str, tmp_path) -> None:
     """A 0-dim input has no batch: every micro-batch and every step of a call gets the same one."""
 
@@ -281,7 +282,7 @@ def test_an_index_out_of_range_in_a_parallel_loop(tmp_path) -> None:
     assert check(tmp_path / "m.pef", step).ok
 
 
-@pytest.mark.parametrize("device", ["cpu", "reference"])
+@pytest.mark.parametrize("device", COMPUTING)
 def test_a_buffer_that_takes_the_old_value_of_another(device: str, tmp_path) -> None:
     class Delay(nn.Module):
         def __init__(self) -> None:
@@ -301,9 +302,9 @@ def test_a_buffer_that_takes_the_old_value_of_another(device: str, tmp_path) -> 
     tilework.compile(step, tmp_path / "m.pef", options=tilework.Options(device=device, opt_level=1))
     session = tilework.load(tmp_path / "m.pef")
     for sections in (None, ["fwd"]):
-        old = session.buffers["buffer/now"].clone()
+        old = session.memory.read("buffer/now")
         session.run(torch.randn(4, 6), *step.targets, sections=sections)
-        assert torch.equal(session.buffers["buffer/before"], old)
+        assert torch.equal(session.memory.read("buffer/before"), old)
     kept = step.model.now.clone()
     assert check(tmp_path / "m.pef", step).ok
     assert torch.equal(step.model.now, kept) and not step.model.before.any()  # the model is as it was

@@ -7,15 +7,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from devices import ALL, COMPUTING
 from torch import nn
 
 import tilework
 from models import MODELS
 from parity import SEED, batches, train_eager
 from tilework.artifact.structure import flatten
-
-DEVICES = ["cpu", "reference", "null"]
-COMPUTING = ["cpu", "reference"]
 
 
 def inputs_of(step: tilework.Step) -> list[torch.Tensor]:
@@ -25,7 +23,7 @@ def inputs_of(step: tilework.Step) -> list[torch.Tensor]:
 # ---- every device ----
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", ALL)
 def test_run_returns_loss_and_outputs_in_the_models_structure(session_of, device: str) -> None:
     session, step = session_of("multi_output", device)
     result = session.run(*inputs_of(step))
@@ -39,7 +37,7 @@ def test_run_returns_loss_and_outputs_in_the_models_structure(session_of, device
         assert torch.equal(result.loss, total)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", ALL)
 def test_wrong_inputs_list_every_difference(session_of, device: str) -> None:
     session, step = session_of("multi_output", device)
     x, label, value = inputs_of(step)
@@ -53,7 +51,7 @@ def test_wrong_inputs_list_every_difference(session_of, device: str) -> None:
     assert "2:" in str(e.value) and "3: x float32[5, 7], label int64[5]" in str(e.value)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", ALL)
 def test_wrong_sections_and_names(session_of, device: str) -> None:
     session, step = session_of("mlp", device)
     with pytest.raises(tilework.UserError, match="no section 'forward'"):
@@ -68,7 +66,7 @@ def test_wrong_sections_and_names(session_of, device: str) -> None:
         session.run(*inputs_of(step), sections=["opt"])
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", ALL)
 def test_hyperparameters_are_run_time_inputs(session_of, device: str) -> None:
     session, step = session_of("residual", device)
     session.set(lr=0.0, weight_decay=0.0)
@@ -82,7 +80,7 @@ def test_hyperparameters_are_run_time_inputs(session_of, device: str) -> None:
     assert changed == (device != "null")
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", ALL)
 def test_session_without_weights_refuses(artifact, device: str) -> None:
     session = tilework.load(artifact("mlp", device))
     step = MODELS["mlp"]()
@@ -93,7 +91,7 @@ def test_session_without_weights_refuses(artifact, device: str) -> None:
         session.run(*inputs_of(step))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", ALL)
 def test_save_and_load(session_of, artifact, device: str, tmp_path) -> None:
     session, step = session_of("mlp", device)
     session.run(*inputs_of(step))
@@ -119,7 +117,7 @@ def test_training_goes_on_from_a_checkpoint_bit_for_bit(session_of, artifact, de
     assert all(torch.equal(t, other.tensors()[k]) for k, t in session.tensors().items())
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", ALL)
 def test_foreign_weights_are_listed(session_of, device: str) -> None:
     session, _ = session_of("mlp", device)
     with pytest.raises(tilework.UserError) as e:
@@ -227,7 +225,7 @@ def test_host_and_device_are_separate(session_of, device: str) -> None:
     assert int(step.optimizer.state[step.model[0].weight]["step"]) == 1
     with torch.no_grad():
         step.model[0].weight.zero_()
-    assert session.buffers["param/0.weight"].any()  # a host edit does not reach the device by itself
+    assert session.memory.read("param/0.weight").any()  # a host edit does not reach the device by itself
 
 
 @pytest.mark.parametrize("device", COMPUTING)
@@ -251,7 +249,7 @@ def test_state_dict_and_torch_save_work_as_before(session_of, tmp_path) -> None:
     session.run(*inputs_of(step))
     fresh = MODELS["tied"]().model
     fresh.load_state_dict(session.state_dict(), strict=False)
-    assert torch.equal(fresh.embed.weight, session.buffers["param/embed.weight"])
+    assert torch.equal(fresh.embed.weight, session.memory.read("param/embed.weight"))
     assert fresh.head.weight is fresh.embed.weight  # still tied
     torch.save(step.model.state_dict(), tmp_path / "m.pt")
     step.model.load_state_dict(torch.load(tmp_path / "m.pt"))
@@ -417,7 +415,7 @@ def test_momentum_that_was_not_compiled_in(session_of, workshop) -> None:
         assert torch.allclose(found, expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", ALL)
 def test_wrong_names_are_listed(session_of, device: str) -> None:
     session, step = session_of("attention", device)
     with pytest.raises(tilework.UserError) as e:

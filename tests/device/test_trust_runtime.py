@@ -14,6 +14,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.nn.functional as F
+from devices import COMPUTING
 from torch import nn
 
 import tilework
@@ -21,8 +22,6 @@ from forge import members_of, write
 from tilework import hosts
 from tilework.check.check import check
 from tilework.runtime.memory import free_memory
-
-DEVICES = ["cpu", "reference"]
 
 
 def compiled(step: tilework.Step, path: Path, device: str, programs: str = "fused", **kwargs) -> Path:
@@ -72,7 +71,7 @@ def losses(session: tilework.Session, step: tilework.Step, count: int = 1) -> li
 # ---- schedules ----
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", COMPUTING)
 def test_schedules_may_lie_anyhow_in_memory(tmp_path, device: str) -> None:
     step = fit()
     path = compiled(step, tmp_path / "m.pef", device)
@@ -116,7 +115,7 @@ def noisy() -> tilework.Step:
     )
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", COMPUTING)
 def test_infer_draws_new_random_numbers_from_a_stream_of_its_own(tmp_path, device: str) -> None:
     step = noisy()
     path = compiled(step, tmp_path / "m.pef", device)
@@ -145,14 +144,14 @@ def test_every_device_infers_with_the_same_random_numbers(tmp_path) -> None:
     path = compiled(step, tmp_path / "m.pef", "cpu")
     x, y = *step.inputs, *step.targets
     found = []
-    for device in DEVICES:
+    for device in ("cpu", "reference"):
         session = tilework.load(path, device=device, seed=7)
         session.run(x, y)
         found.append([session.infer(x) == 0 for _ in range(2)])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", COMPUTING)
 def test_a_checkpoint_goes_on_with_both_streams(tmp_path, device: str) -> None:
     step = noisy()
     path = compiled(step, tmp_path / "m.pef", device)
@@ -176,7 +175,7 @@ def test_the_check_of_an_inference_artifact_that_draws_random_numbers(tmp_path) 
 # ---- weights without optimizer state ----
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", COMPUTING)
 def test_weights_without_state_mean_a_fresh_optimizer(tmp_path, device: str) -> None:
     step = fit(adam)
     session = tilework.load(compiled(step, tmp_path / "m.pef", device))
@@ -288,14 +287,14 @@ def two_groups() -> tilework.Step:
     return step
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", COMPUTING)
 def test_each_group_counts_its_own_steps(tmp_path, device: str) -> None:
     step = two_groups()
     path = compiled(step, tmp_path / "m.pef", device)
     by_compile, by_sync = tilework.load(path), tilework.load(path, weights=False)
     by_sync.to_device(step.model, step.optimizer)
     for session in (by_compile, by_sync):
-        assert int(session.buffers["state/opt0.g0/step"]) == 20 and int(session.buffers["state/opt0.g1/step"]) == 0
+        assert int(session.memory.read("state/opt0.g0/step")) == 20 and int(session.memory.read("state/opt0.g1/step")) == 0
     host = copy.deepcopy(step)
     expected = eager(step, 5)
     for session in (by_compile, by_sync):
@@ -321,17 +320,17 @@ def test_different_counts_in_one_group(tmp_path) -> None:
         compiled(step, tmp_path / "n.pef", "reference")
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", COMPUTING)
 def test_checkpoints_with_one_counter_for_an_optimizer_still_load(tmp_path, device: str) -> None:
     step = two_groups()
     session = tilework.load(compiled(step, tmp_path / "m.pef", device))
     tensors = {k: t for k, t in session.tensors().items() if not k.endswith("/step")}
     safetensors.torch.save_file({**tensors, "state/opt0/step": torch.tensor(9)}, tmp_path / "old.safetensors")
     session.load(tmp_path / "old.safetensors")
-    assert int(session.buffers["state/opt0.g0/step"]) == int(session.buffers["state/opt0.g1/step"]) == 9
+    assert int(session.memory.read("state/opt0.g0/step")) == int(session.memory.read("state/opt0.g1/step")) == 9
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", COMPUTING)
 def test_dampening_goes_on_where_sgd_had_begun(tmp_path, device: str) -> None:
     """torch's SGD keeps no count: a momentum buffer says that the first step, which is not dampened, is over."""
     step = fit(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.8, dampening=0.4))
@@ -368,7 +367,7 @@ def test_half_begun_momentum_matters_only_where_it_is_dampened(tmp_path) -> None
 # ---- a loop is as many calls ----
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", COMPUTING)
 def test_an_input_that_forward_changes_is_new_in_every_step(tmp_path, device: str) -> None:
     class Changes(nn.Module):
         def __init__(self) -> None:
@@ -421,7 +420,7 @@ def state_of(session: tilework.Session) -> tuple:
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", COMPUTING)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_step_whose_loss_is_no_number_changes_nothing(tmp_path, device: str, dtype: torch.dtype) -> None:
     path, step = watched(tmp_path / "m.pef", dtype, device)
@@ -442,7 +441,7 @@ def test_a_step_whose_loss_is_no_number_changes_nothing(tmp_path, device: str, d
     assert torch.equal(expected.run(good).loss, session.run(good).loss)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", COMPUTING)
 def test_no_number_in_a_later_micro_batch_and_in_sections(tmp_path, device: str) -> None:
     path, step = watched(tmp_path / "a.pef", torch.float32, device, num_micro_batches=2)
     good = step.inputs[0]
@@ -494,7 +493,7 @@ def said(session: tilework.Session, *args, **kwargs) -> list[str]:
     return [str(w.message) for w in found if issubclass(w.category, tilework.TileworkWarning)]
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", COMPUTING)
 def test_a_layer_frozen_after_the_compile_is_said_once(tmp_path, device: str) -> None:
     step = fit(None, nn.Linear(6, 6), nn.Linear(6, 4))
     path, x = compiled(step, tmp_path / "m.pef", device, "all"), step.inputs[0]
@@ -604,6 +603,6 @@ def test_free_memory_that_nobody_tells(tmp_path) -> None:
 
 def test_a_session_that_does_not_fit_is_refused(tmp_path, monkeypatch) -> None:
     path = compiled(fit(), tmp_path / "m.pef", "reference")
-    monkeypatch.setattr("tilework.runtime.session.free_memory", lambda: 10)
+    monkeypatch.setattr("tilework.runtime.devices.host.free_memory", lambda: 10)
     with pytest.raises(tilework.MachineError, match="do not fit into memory"):
         tilework.load(path)

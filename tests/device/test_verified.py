@@ -118,8 +118,8 @@ def test_programs_by_calls(name: str, how: str, tmp_path, monkeypatch) -> None:
             return ("*",)
         return tuple(sorted({n.op for n in graph.nodes if n.op.startswith("aten.") and not is_view(n.op)}))
 
-    def planned(step, options):
-        made = original(step, options)
+    def planned(steps, options, passes):
+        made = original(steps, options, passes)
         return replace(made, called={k: called(g) for k, g in made.programs.items()})
 
     monkeypatch.setattr(build, "plan", planned)

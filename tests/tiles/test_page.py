@@ -360,7 +360,7 @@ def test_two_sessions_busy_at_the_same_time(artifact: Path) -> None:
 def test_a_loss_is_shown_once_it_was_computed(artifact: Path) -> None:
     with tilework.load(artifact) as session:
         x, y = torch.randn(16, 1024), torch.randn(16, 1024)
-        session.buffers["output/loss"].fill_(7.0)
+        session.memory.fill("output/loss", 7.0)
         session.infer(x)
         slot = session.page
         shown = struct.Struct("<d")
@@ -382,7 +382,7 @@ def test_a_driver_of_another_layout_is_counted_by_python(artifact: Path) -> None
         assert not session._device.meter(session.page)
         session._device.driver = own
         own.tilework_count_at(None, None)
-        session._metered_natively = False
+        session.calls[0]._natively = False
         before = session.page._page.read()
         session.run(torch.randn(16, 1024), torch.randn(16, 1024))
         after = session.page._page.read()
@@ -397,7 +397,7 @@ def test_the_counters_cost_under_200_ns_a_step(artifact: Path, tmp_path: Path) -
     tilework.compile(tilework.Step(model=model, inputs=(x,), targets=(y,), loss=nn.CrossEntropyLoss(),
                                    optimizer=torch.optim.SGD(model.parameters(), 1e-3)), path, weights="inside")  # fmt: skip
     with_page, without = tilework.load(path), tilework.load(path)
-    assert with_page._metered_natively
+    assert with_page.calls[0]._natively
     without._device.driver.tilework_count_at(None, None)
     steps = 20_000
     many = x.expand(steps, 8).contiguous(), y.expand(steps).contiguous()

@@ -44,7 +44,7 @@ def session_of(model: nn.Module, tmp_path: Path, *inputs: Tensor, device: str = 
 def test_checks_of_the_model_are_checks_of_every_run(tmp_path: Path, device: str) -> None:
     x, y = torch.randn(3, 6), torch.tensor([0, 1, 3])
     with session_of(Checks(), tmp_path, x, y, device=device) as session:
-        assert [c.text for c in session.manifest.checks["fwd"]] == [
+        assert [c.text for c in session.manifest.signature.checks["fwd"]] == [
             "labels must not begin at 1 of 4, found ...",
             "x is not finite",
         ]

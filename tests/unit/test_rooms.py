@@ -70,9 +70,9 @@ def test_a_frontend_uses_the_public_engine(path: Path) -> None:
 
 
 def test_every_device_has_a_backend_and_a_runtime() -> None:
-    from tilework.plan.options import DEVICES
+    from tilework.found import OURS
 
-    for device in DEVICES:
+    for device in OURS:
         assert (SOURCE / "compiler" / "backends" / f"{device}.py").exists()
         assert (SOURCE / "runtime" / "devices" / f"{device}.py").exists()
 

@@ -331,14 +331,14 @@ def test_which_scalar_is_the_loss_is_asked(tmp_path) -> None:
     text = refusal(Parts())
     assert "loss-ambiguous" in text and "output0, output1, output2" in text
     session = session_of(Parts(), tmp_path, loss=0)
-    assert session.manifest.losses == ["output0"]
+    assert session.manifest.signature.losses == ["output0"]
 
     class Named(Parts):
         def forward(self, x):
             total, ce, kl = super().forward(x)
             return {"ce": ce, "loss": total, "kl": kl}
 
-    assert session_of(Named(), tmp_path).manifest.losses == ["loss"]
+    assert session_of(Named(), tmp_path).manifest.signature.losses == ["loss"]
 
 
 class SharedMemory(Base):

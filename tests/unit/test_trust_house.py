@@ -20,7 +20,6 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import tilework
 from models import MODELS
-from tilework.artifact import fingerprint
 from tilework.artifact.fingerprint import features_in
 from tilework.artifact.manifest import FORMAT_VERSION, Fingerprint
 from tilework.artifact.reader import read_artifact
@@ -28,7 +27,8 @@ from tilework.compiler import codegen_cpu, toolchain
 from tilework.compiler.backends.cpu import common_parts
 from tilework.compiler.cache import Cache, cache_folder
 from tilework.compiler.memory import plan_temporaries
-from tilework.runtime.devices import reference
+from tilework.runtime import fitting
+from tilework.runtime.devices import cpu, reference
 from tilework.runtime.devices.reference import operator_named
 
 OPTIONS = tilework.Options(opt_level=1)
@@ -302,10 +302,10 @@ def test_an_instruction_set_of_another_architecture_is_refused(monkeypatch) -> N
 
 def test_an_artifact_for_a_better_arm_machine_is_refused(monkeypatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
-    monkeypatch.setattr(fingerprint, "machine_features", lambda: {"fp", "asimd"})
-    made = Fingerprint(format=list(FORMAT_VERSION), device="cpu", torch=[2, 11, 0], architecture="aarch64",
-                       features=["asimd", "sve"], glibc=[2, 17], options={})  # fmt: skip
-    part = next(p for p in fingerprint.compare(made, "cpu") if p.name == "instruction set")
+    monkeypatch.setattr(cpu, "machine_features", lambda: {"fp", "asimd"})
+    needs = {"architecture": "aarch64", "features": ["asimd", "sve"], "glibc": [2, 17]}
+    made = Fingerprint(format=list(FORMAT_VERSION), device="cpu", torch=[2, 11, 0], needs=needs, options={})
+    part = next(p for p in fitting.compare(made, "cpu") if p.name == "instruction set")
     assert not part.ok and part.has == "all but sve" and "--isa baseline" in part.fix
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import tilework
+from tilework.artifact.names import Buffer, Kind, is_kind
 from tilework.errors import did_you_mean
 
 from .compiling import METADATA, as_call, leaves
@@ -70,19 +71,19 @@ class DeviceTensors:
         for runner in self._all_runners():
             for kind, named in (("param", runner.model.named_parameters()), ("buffer", runner.model.named_buffers())):
                 for path, t in named:
-                    if t is tensor and f"{kind}/{path}" in runner.core.buffers:
+                    if t is tensor and f"{kind}/{path}" in runner.core.memory:
                         return runner, f"{kind}/{path}"
         owner = getattr(tensor, "_owner", None)
         return self._find_named(getattr(tensor, "sn_name", None), [owner] if owner is not None else None)
 
     def _find_named(self, name: str | None, among: Sequence[Runner] | None = None) -> tuple[Runner, str] | None:
         for runner in among or self._all_runners() if name is not None else ():
-            buffers, notes = runner.core.buffers, runner.manifest.metadata.get(METADATA, {}).get("inputs", [])
+            buffers, notes = runner.core.memory, runner.manifest.metadata.get(METADATA, {}).get("inputs", [])
             for path, p in runner.model.named_parameters():
                 if getattr(p, "sn_name", None) == name and f"param/{path}" in buffers:
                     return runner, f"param/{path}"
             if name in notes:
-                return runner, f"input/{runner.manifest.inputs[notes.index(name)].name}"
+                return runner, f"input/{runner.signature.inputs[notes.index(name)].name}"
             for kind in ("param", "buffer", "input", "output", "infer"):
                 if f"{kind}/{name}" in buffers:
                     return runner, f"{kind}/{name}"
@@ -95,14 +96,14 @@ class DeviceTensors:
             for output in runner.outputs:
                 if output.sn_name == name:
                     return to_torch(output).clone()
-        return runner.core.buffers[buffer].clone()
+        return runner.core.memory.read(buffer)
 
     def device_gradient(self, tensor: Any) -> Tensor | None:
         found = self._find(tensor)
         if found is None:
             return None
-        core, grad = found[0].newest.core, f"grad/{found[1].removeprefix('param/')}"
-        return core.buffers[grad].clone() if grad in core.kept_gradients else None
+        core, grad = found[0].newest.core, Buffer.of(Kind.GRAD, Buffer(found[1]).name)
+        return core.memory.read(grad) if grad in core.kept_gradients else None
 
     def device_value(self, tensor: Any) -> Tensor:
         found = self._find(tensor)
@@ -116,11 +117,11 @@ class DeviceTensors:
         self.device_value(tensor)  # raises where there is none
         found = self._find(tensor)
         assert found is not None
-        found[0].core.buffers[found[1]].copy_(value)
+        found[0].core.memory.write(found[1], value)
 
     def pull(self, tensor: Any) -> None:
         found = self._find(tensor)
-        if found is None or found[1].startswith("input/"):
+        if found is None or is_kind(found[1], Kind.INPUT):
             return
         value, target = self._value(*found), to_torch(tensor).data
         if target.shape == value.shape:
@@ -130,7 +131,7 @@ class DeviceTensors:
     def push(self, tensor: Any) -> None:
         found = self._find(tensor)
         if found is not None:
-            found[0].core.buffers[found[1]].copy_(to_torch(tensor).detach())
+            found[0].core.memory.write(found[1], to_torch(tensor).detach())
 
     def get_tensors(self, output_tensors: Any) -> list[SambaTensor]:
         wanted = output_tensors if isinstance(output_tensors, (list, tuple)) else [output_tensors]
@@ -160,10 +161,9 @@ class DeviceTensors:
         runner, model = self._traced_runner(), self.model
         names = {p: getattr(t, "sn_name", None) or p for p, t in model.named_parameters()} if model is not None else {}
         found = {}
-        for buffer, tensor in runner.core.buffers.items():
-            kind, _, path = buffer.partition("/")
-            if kind in ("param", "buffer", "input", "output"):
-                found[names.get(path, path)] = SambaTensor(tensor.clone(), name=names.get(path, path))
+        for buffer, tensor in runner.core.memory.read_all(Kind.PARAM, Kind.BUFFER, Kind.INPUT, Kind.OUTPUT).items():
+            path = Buffer(buffer).name
+            found[names.get(path, path)] = SambaTensor(tensor, name=names.get(path, path))
         return found
 
     @property
@@ -181,7 +181,7 @@ class DeviceTensors:
 
     def _traced_tensors(self) -> dict[str, Any]:
         runner = self._traced_runner()
-        grads = {k.removeprefix("grad/"): t.clone() for k, t in runner.core.buffers.items() if k.startswith("grad/")}
+        grads = {Buffer(k).name: t for k, t in runner.core.memory.read_all(Kind.GRAD).items()}
         return {"inputs": leaves(as_call(self._inputs)), "outputs": list(self.output_dict.values()), "grads": grads,
                 "params": dict(self.model.named_parameters()) if self.model is not None else {}}  # fmt: skip
 
@@ -195,4 +195,4 @@ class DeviceTensors:
             found = self._find_named(name)
             if found is None:
                 raise self._no_such(name)
-            found[0].core.buffers[found[1]].copy_(torch.as_tensor(value))
+            found[0].core.memory.write(found[1], torch.as_tensor(value))

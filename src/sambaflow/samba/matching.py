@@ -18,7 +18,7 @@ def check(
     runner: Runner, model: nn.Module, inputs: Any, optimizers: Sequence[Any], loss_indices: Sequence[int] | int | None = None
 ) -> None:
     """The PEF fits the app's model, inputs and optimizers; otherwise every difference at once."""
-    m, problems = runner.manifest, []
+    m, s, problems = runner.manifest, runner.signature, list[str]()
     compiled = m.metadata.get(METADATA)
     if compiled is not None:
         here = {k: type(x).__name__ for k, x in model.named_modules()}
@@ -39,20 +39,20 @@ def check(
         for name in sorted(frozen ^ set(compiled["frozen"])):
             state = ["trained", "frozen"]
             problems.append(f"param/{name}: found {state[name in frozen]}, expected {state[name not in frozen]}")
-    if loss_indices is not None and m.outputs:
+    if loss_indices is not None and s.outputs:
         asked = [loss_indices] if isinstance(loss_indices, int) else list(loss_indices)
-        names = [m.outputs[i].name for i in asked if i < len(m.outputs)]
-        if sorted(names) != sorted(m.losses) and not runner.inference:
-            problems.append(f"loss_indices: found {', '.join(names)}, expected {', '.join(m.losses) or 'none'}")
+        names = [s.outputs[i].name for i in asked if i < len(s.outputs)]
+        if sorted(names) != sorted(s.losses) and not runner.inference:
+            problems.append(f"loss_indices: found {', '.join(names)}, expected {', '.join(s.losses) or 'none'}")
     given = leaves(as_call(inputs))
-    if len(given) != len(m.inputs):
-        problems.append(f"inputs: found {len(given)}, expected {len(m.inputs)}: {', '.join(a.name for a in m.inputs)}")
-    for t, a in zip(given, m.inputs, strict=False):
+    if len(given) != len(s.inputs):
+        problems.append(f"inputs: found {len(given)}, expected {len(s.inputs)}: {', '.join(a.name for a in s.inputs)}")
+    for t, a in zip(given, s.inputs, strict=False):
         shape = list(a.type.shape)
-        if m.batch_dim is not None and len(shape) > m.batch_dim:
-            shape[m.batch_dim] *= m.num_micro_batches
+        if s.batch_dim is not None and len(shape) > s.batch_dim:
+            shape[s.batch_dim] *= s.num_micro_batches
         if list(t.shape) != shape:
-            problems.append(f"input {a.name}: found {list(t.shape)}, expected {shape} (batch size {_batch(m)})")
+            problems.append(f"input {a.name}: found {list(t.shape)}, expected {shape} (batch size {s.num_rows})")
     if optimizers and m.groups and len(optimizers) != len({g.optimizer for g in m.groups}):
         problems.append(f"optimizers: found {len(optimizers)}, expected {len({g.optimizer for g in m.groups})}")
     if problems:
@@ -88,8 +88,3 @@ def _operators(graph: Any) -> list[tuple[str, Any]]:
         found.append((node.op, repr((renamed.args, sorted(renamed.kwargs.items())))))
         number[node.name] = f"#{len(number)}"
     return [*found, *[("write " + buffer, str(number.get(value, value))) for buffer, value in graph.writes]]
-
-
-def _batch(m: Any) -> int:
-    sizes = [a.type.shape[m.batch_dim or 0] for a in m.inputs if len(a.type.shape) > (m.batch_dim or 0)]
-    return int(sizes[0] * m.num_micro_batches) if sizes else 1

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import tilework
+from tilework.artifact.names import Kind, is_kind
 from tilework.artifact.structure import flatten
 from tilework.errors import did_you_mean
 
@@ -40,16 +41,17 @@ class Runner:
         self.path, self.model, self.optimizers, self.step = path, model, list(optimizers), step
         self.num_spatial = num_spatial  # steps in one run with --mapping spatial
         self.manifest = m = self.core.manifest
+        self.signature = m.signature
         for optimizer in self.optimizers:  # a scheduler checks that steps were made: they are, on the device
             optimizer._opt_called = True
         self.inference = bool(m.metadata.get(METADATA, {}).get("inference", False))
         self.traced: tuple[SambaTensor, ...] = ()  # what trace_graph returned
         self.outputs: list[SambaTensor] = []  # of the last forward
         self.newest: Runner = self  # the one that ran last: this one, or the one for another batch size
-        self._input_names = [a.name for a in m.inputs]
+        self._input_names = [a.name for a in self.signature.inputs]
         self._named = list(m.metadata.get(METADATA, {}).get("inputs", []))  # sn_name of each when it was compiled
-        self._dtypes = [self.core.buffers[f"input/{a.name}"].dtype for a in m.inputs]
-        self._rows = self._batch_rows()
+        self._dtypes = [getattr(torch, a.type.dtype) for a in self.signature.inputs]
+        self._rows = self.signature.num_rows  # of one run: the batch times its micro-batches
         self._given: dict[str, float] = {}  # by hyperparam_dict, until it says something else
         self._set: dict[str, Any] = {}
         self._others: dict[int, Runner] = {}  # for batches of other sizes
@@ -68,14 +70,6 @@ class Runner:
     def close(self) -> None:
         for runner in (*self._others.values(), self):
             runner.core.close()
-
-    def _batch_rows(self) -> int | None:
-        """Rows of one run: the batch of the artifact times its micro-batches."""
-        dim = self.manifest.batch_dim
-        if dim is None:
-            return None
-        sizes = [a.type.shape[dim] for a in self.manifest.inputs if len(a.type.shape) > dim]
-        return sizes[0] * self.manifest.num_micro_batches if sizes else None
 
     # ---- one run ----
 
@@ -111,7 +105,7 @@ class Runner:
             raise tilework.UserError("sambaflow-spatial", "several mini-batches in one run need all sections together",
                                      found=f"{steps} mini-batches, sections {', '.join(sorted(sections))}",
                                      fix="give one mini-batch, or leave out section_types and gradients of outputs")  # fmt: skip
-        if self.manifest.num_micro_batches > 1:
+        if self.signature.num_micro_batches > 1:
             return self._in_parts(given, sections, out_grads)
         order = [s for s in ("fwd", "bwd", "opt") if s in sections]
         result = self.core.run(
@@ -127,7 +121,7 @@ class Runner:
     def _by_output(self, out_grads: Gradients) -> dict[str, Tensor] | None:
         if not out_grads:
             return None
-        return {a.name: g for a, g in zip(self.manifest.outputs, out_grads, strict=False) if g is not None}
+        return {a.name: g for a, g in zip(self.signature.outputs, out_grads, strict=False) if g is not None}
 
     # ---- inputs ----
 
@@ -164,11 +158,11 @@ class Runner:
 
     def _rows_of(self, given: Sequence[Tensor]) -> int | None:
         """Rows of the batch, where all inputs agree on them; where they do not, the engine says what is wrong."""
-        dim = self.manifest.batch_dim
-        if dim is None or len(given) != len(self.manifest.inputs):
+        dim = self.signature.batch_dim
+        if dim is None or len(given) != len(self.signature.inputs):
             return None
-        micro, found = self.manifest.num_micro_batches, None
-        for tensor, argument in zip(given, self.manifest.inputs, strict=True):
+        micro, found = self.signature.num_micro_batches, None
+        for tensor, argument in zip(given, self.signature.inputs, strict=True):
             shape = argument.type.shape
             if len(shape) > dim and tensor.dim() == len(shape) and self._rows == shape[dim] * micro:
                 if found is not None and tensor.shape[dim] != found:
@@ -197,7 +191,7 @@ class Runner:
 
     def _forward(self, given: list[Tensor], steps: int, in_eval: bool) -> list[Tensor]:
         """Forward alone, batch by batch where several were given: as in eval mode, or as in training."""
-        count, dim = steps * self.manifest.num_micro_batches, self.manifest.batch_dim or 0
+        count, dim = steps * self.signature.num_micro_batches, self.signature.batch_dim or 0
         if in_eval:
             outputs = list(flatten(self.core.infer(*given, num_batches=count))[0])
         elif count == 1:
@@ -205,29 +199,29 @@ class Runner:
         else:
             self._parts = given, self.core.random_state(), {}
             parts = [self.core.run(*batch, sections=["fwd"]).flat for batch in self._chunks(given, count)]
-            self._parts = given, self._parts[1], {k: t.clone() for k, t in self._statistics()}
+            self._parts = given, self._parts[1], self._statistics()
             outputs = [torch.stack(p) if p[0].dim() == 0 else torch.cat(p, dim) for p in zip(*parts, strict=True)]
         return [self._a_step(o, steps) if count > steps and o.shape == (count,) and o.is_floating_point() else o for o in outputs]
 
     def _a_step(self, losses: Tensor, steps: int) -> Tensor:
         """Of each micro-batch -> of each step; a single one is a scalar, as in training."""
         each = losses.reshape(steps, -1)
-        one = each.sum(1) if self.manifest.accumulate == "sum" else each.mean(1)
+        one = each.sum(1) if self.signature.accumulate == "sum" else each.mean(1)
         return one if steps > 1 else one[0]
 
     def _chunks(self, given: Sequence[Tensor], count: int) -> Any:
-        dim, shapes = self.manifest.batch_dim or 0, [list(a.type.shape) for a in self.manifest.inputs]
+        dim, shapes = self.signature.batch_dim or 0, [list(a.type.shape) for a in self.signature.inputs]
         each = [[g] * count if list(g.shape) == s else g.chunk(count, dim) for g, s in zip(given, shapes, strict=True)]
         return zip(*each, strict=True)
 
-    def _statistics(self) -> list[tuple[str, Tensor]]:
-        return [(k, t) for k, t in self.core.buffers.items() if k.startswith("buffer/")]
+    def _statistics(self) -> dict[str, Tensor]:
+        return self.core.memory.read_all(Kind.BUFFER)
 
     def _in_parts(self, given: list[Tensor], sections: set[str], out_grads: Gradients) -> list[SambaTensor]:
         """Micro-batches with sections of their own, or with given gradients: forward and backward of each part, gradients added
         up as the fused step does. Where forward has run before, it is repeated with the same random numbers, and running
         statistics (of BatchNorm, say) stay as that forward left them."""
-        micro, dim = self.manifest.num_micro_batches, self.manifest.batch_dim or 0
+        micro, dim = self.signature.num_micro_batches, self.signature.batch_dim or 0
         if "fwd" in sections:
             self._keep(self._forward(given, 1, in_eval=False))
         if "bwd" in sections:
@@ -236,7 +230,7 @@ class Runner:
             given, random, statistics = self._parts
             after = self.core.random_state()
             self.core.seed(*random)
-            mean = self.manifest.accumulate == "mean"
+            mean = self.signature.accumulate == "mean"
             totals: dict[str, Tensor] = {}
             for i, batch in enumerate(self._chunks(given, micro)):
                 part = None
@@ -244,13 +238,12 @@ class Runner:
                     part = [None if g is None else (g / micro if mean else g) if g.dim() == 0 else g.chunk(micro, dim)[i]
                             for g in out_grads]  # fmt: skip
                 self.core.run(*batch, sections=["fwd", "bwd"], out_grads=self._by_output(part))
-                for k, grad in self.core.buffers.items():
-                    if k.startswith("grad/") and not k.startswith("grad/input/"):
-                        totals[k] = grad.clone() if k not in totals else totals[k] + grad
+                for k, grad in self.core.memory.read_all(Kind.GRAD).items():
+                    totals[k] = grad if k not in totals else totals[k] + grad
             for k, total in totals.items():
-                self.core.buffers[k].copy_(total / micro if mean and not out_grads else total)
+                self.core.memory.write(k, total / micro if mean and not out_grads else total)
             for k, kept in statistics.items():
-                self.core.buffers[k].copy_(kept)
+                self.core.memory.write(k, kept)
             self.core.seed(*after)
         if "opt" in sections:
             self.core.run(sections=["opt"])
@@ -259,7 +252,7 @@ class Runner:
 
     def _keep(self, raw: Sequence[Tensor]) -> list[SambaTensor]:
         self.outputs = made = [t.as_subclass(SambaTensor) for t in raw]
-        for tensor, argument in zip(made, self.manifest.outputs, strict=False):
+        for tensor, argument in zip(made, self.signature.outputs, strict=False):
             tensor.sn_name = argument.name
         return made
 
@@ -320,8 +313,8 @@ def _number(name: str, value: Any) -> float:
 
 def _copy_tensors(source: tilework.Session, target: tilework.Session) -> None:
     """Weights and optimizer state, as far as both have them: without an optimizer there is no state, and the target's stays."""
-    kept = {k: t for k, t in target.tensors().items() if k.startswith("state/") and k not in source.buffers}
-    target.load_tensors({**kept, **{k: t for k, t in source.tensors().items() if k in target.buffers}})
+    kept = {k: t for k, t in target.tensors().items() if is_kind(k, Kind.STATE) and k not in source.memory}
+    target.load_tensors({**kept, **{k: t for k, t in source.tensors().items() if k in target.memory}})
 
 
 def _as(value: Any, dtype: torch.dtype) -> Tensor:

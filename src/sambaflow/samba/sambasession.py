@@ -115,8 +115,8 @@ class SambaSession(DeviceTensors):
         if several and runner.inference and not getattr(args, "inference", False):
             samba_logger.warning(f"{path} was compiled with --inference: runs are forward only, the optimizer does nothing")
         if several:
-            step.loss = [o.name for o in runner.manifest.outputs if o.name in runner.manifest.losses]
-            step.accumulate = runner.manifest.accumulate  # type: ignore[assignment]
+            step.loss = [o.name for o in runner.signature.outputs if o.name in runner.signature.losses]
+            step.accumulate = runner.signature.accumulate  # type: ignore[assignment]
         if pef:
             check_graph(runner, step)
         if self.seed is not None:
@@ -125,7 +125,7 @@ class SambaSession(DeviceTensors):
             runner.core.to_device(model, several or None)
         self._runners[id(model)] = self.runner = runner
         self.model, self._inputs = model, inputs
-        runner.traced = tuple(_traced(a, runner) for a in (runner.manifest.outputs or runner.manifest.infer_outputs))
+        runner.traced = tuple(_traced(a, runner) for a in (runner.signature.outputs or runner.signature.infer_outputs))
         model.output_tensors = runner.traced  # type: ignore[assignment]
         if pef:
             now = time.strftime("%Y-%m-%dT%H:%M:%S")

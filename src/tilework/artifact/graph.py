@@ -145,6 +145,18 @@ class Graph:
         graph = replace(self, nodes=tuple(reversed(kept)), reads=reads)
         return replace(graph, types={b: self.types[b] for b in graph.buffers})
 
+    def with_buffers(self, rename: Callable[[str], str]) -> Graph:
+        """The same over buffers of other names."""
+        new = {b: rename(b) for b in self.buffers}
+        names = {b: new[b] for b in self.reads}
+        return replace(
+            self,
+            reads=tuple(names.values()),
+            nodes=tuple(n.map_refs(lambda r: names.get(r, r)) for n in self.nodes),
+            writes=tuple((new[b], names.get(value, value)) for b, value in self.writes),
+            types={new[b]: t for b, t in self.types.items() if b in new},
+        )
+
     def digest(self) -> str:
         """SHA-256 of what the graph computes: source lines do not count, nor does the graph's own name."""
         body = self.to_json()

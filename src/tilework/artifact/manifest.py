@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -10,19 +9,16 @@ from msgspec import Meta, Struct
 
 from . import structure
 from .graph import DTYPES, TensorType
+from .names import Buffer, Kind
 
-FORMAT_VERSION = (1, 2)  # major: readers of another major refuse; minor: newer readers accept older files
+FORMAT_VERSION = (2, 0)  # major: readers of another major refuse; minor: newer readers accept older files
 
 Size = Annotated[int, Meta(ge=0, lt=2**40)]
 Count = Annotated[int, Meta(ge=0)]
 Name = Annotated[str, Meta(min_length=1, max_length=512)]
 Sizes = Annotated[list[Size], Meta(max_length=16)]
+ROLES = ("step", "accumulate", "fwd", "bwd", "reduce", "opt", "infer")  # what a program does for its signature
 Version = Annotated[list[int], Meta(min_length=2, max_length=2)]
-
-
-def is_dropout(hyperparameter: str) -> bool:
-    """Hyperparameters belong to an optimizer group (opt0.g1.lr), to clipping, or else to a dropout (encoder.drop.p)."""
-    return not re.match(r"opt\d+\.g\d+\.(?!p$|p#)\w+$", hyperparameter) and hyperparameter not in ("clip_norm", "clip_value")
 
 
 class _Table(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -90,15 +86,20 @@ class Program(_Table, frozen=True):
     called: list[str] = []  # operators that it calls through torch's dispatcher; ["*"]: all of them
 
 
+class Bucket(_Table, frozen=True):
+    """Gradients that lie side by side in memory, in this order: what replicas reduce in one go."""
+
+    dtype: str
+    buffers: list[Name]
+
+
 class Fingerprint(_Table, frozen=True):
     """What a machine must have to run this artifact. Compared part by part; each part says needs <= has."""
 
     format: Version
-    device: Literal["cpu", "cuda", "reference", "null"]
+    device: Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_]{0,39}$")]
     torch: Annotated[list[int], Meta(min_length=2, max_length=3)]
-    architecture: str  # "x86_64"
-    features: list[str]  # instruction-set extensions, as /proc/cpuinfo names them
-    glibc: Annotated[list[int], Meta(max_length=3)]
+    needs: dict[str, str | list[int | str]]  # what else the device's code needs; the device knows what it means
     options: dict[str, str | int | bool | list[str]]
 
 
@@ -107,7 +108,7 @@ class Weights(_Table, frozen=True):
 
     where: Literal["inside", "separate", "none"]
     file: Annotated[str, Meta(pattern=r"^[^/\\]+$")] | None = None  # a plain name, never a path
-    sha256: str | None = None  # of that file, as it was written; None before format 1.1
+    sha256: str | None = None  # of that file, as it was written
 
 
 class Verification(_Table, frozen=True):
@@ -125,11 +126,11 @@ class Check(_Table, frozen=True):
     text: str
 
 
-class Manifest(_Table, frozen=True):
-    format: Version
-    name: Name
-    created: str  # ISO 8601, UTC
-    producer: str
+class Signature(_Table, frozen=True):
+    """One use of the weights, with its own shapes: training at some batch size, inference at another."""
+
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_]{1,60}$")]  # its batch size, unless it was given another name
+    prefix: str  # of its own buffers: empty for the first signature, its name for the others
     inputs: list[Argument]
     num_model_inputs: Count
     input_structure: list[Any]
@@ -142,48 +143,16 @@ class Manifest(_Table, frozen=True):
     batch_dim: int | None
     num_micro_batches: Annotated[int, Meta(ge=1, le=2**20)]
     accumulate: Literal["mean", "sum"]
-    precision: Literal["float32", "bfloat16"]
-    parameters: list[Parameter]
-    groups: list[Group]
-    hyperparameters: dict[str, float]
-    programs: dict[str, Program]
-    buffers: dict[str, Tensor]
-    weights: Weights
-    metadata: dict[str, Any]
-    fingerprint: Fingerprint
-    verification: Verification | None = None  # None before format 1.1
-    aliases: dict[str, str] = {}  # other names of a tensor in the model (tied weights) -> the name that it has here
-    transient: list[str] = []  # buffers that the model's state_dict leaves out; their values are among the constants
     checks: dict[Literal["fwd", "infer"], list[Check]] = {}  # check/fwd and check/infer have a number for each: NaN if it fails
+    programs: dict[str, Name] = {}  # by role
 
     def __post_init__(self) -> None:
-        """Every name that one part mentions is defined by another."""
+        if self.prefix not in ("", self.name):
+            raise ValueError(f"signature {self.name}: its prefix is neither empty nor its name")
         for found in (self.input_structure, self.output_structure, self.infer_structure):
             structure.check(found)
-        for name, program in self.programs.items():
-            missing = [b for b in program.buffers if b not in self.buffers]
-            if missing:
-                raise ValueError(f"program {name} takes buffers that are not in the table: {missing[:5]}")
-            if len(set(program.buffers)) != len(program.buffers):
-                raise ValueError(f"program {name} takes a buffer twice")
-            if not set(program.writes) <= set(program.buffers):
-                raise ValueError(f"program {name} writes buffers that it does not take")
-        for parameter in self.parameters:
-            if f"param/{parameter.name}" not in self.buffers:
-                raise ValueError(f"parameter {parameter.name} has no buffer")
-        for prefix, arguments in (("input", self.inputs), ("output", self.outputs), ("infer", self.infer_outputs)):
-            for argument in arguments:
-                buffer = self.buffers.get(f"{prefix}/{argument.name}")
-                dense = TensorType.dense(argument.type.dtype, argument.type.shape)
-                if buffer is not None and not buffer.type() == argument.type.type() == dense:
-                    raise ValueError(f"{prefix} {argument.name} and its buffer have different types, or are not dense")
-                used = "infer" if prefix == "infer" else "fwd"
-                if buffer is None and any(used in p.sections for p in self.programs.values()):
-                    raise ValueError(f"{prefix} {argument.name} has no buffer")
-        known = {p.name for p in self.parameters}
-        for group in self.groups:
-            if not set(group.params) <= known:
-                raise ValueError(f"group {group.prefix} has parameters that are not in the table")
+        if not set(self.programs) <= set(ROLES):
+            raise ValueError(f"signature {self.name}: programs have roles among {', '.join(ROLES)}")
         if not set(self.losses) <= {o.name for o in self.outputs}:
             raise ValueError("a loss is not among the outputs")
         for what, arguments, shape in (
@@ -193,12 +162,93 @@ class Manifest(_Table, frozen=True):
         ):
             if len(structure.names(shape, "x")) != len(arguments):
                 raise ValueError(f"the {what} structure and the {what} list differ in length")
-        for section, checks in self.checks.items():
-            buffer = self.buffers.get(f"check/{section}")
-            if buffer is None or buffer.type() != TensorType.dense("float32", (len(checks),)):
-                raise ValueError(f"the checks of {section} have no buffer, or not a number for each")
         if self.num_model_inputs > len(self.inputs):
             raise ValueError("more model inputs than inputs")
+
+    def buffer(self, kind: Kind, name: str) -> str:
+        """The name of one of its own buffers."""
+        return Buffer.of(kind, name, self.prefix)
+
+    @property
+    def num_rows(self) -> int | None:
+        """Rows of one whole step: the batch times the micro-batches; None where inputs have no batch."""
+        dim = self.batch_dim
+        sizes = [a.type.shape[dim] for a in self.inputs if len(a.type.shape) > dim] if dim is not None else []
+        return sizes[0] * self.num_micro_batches if sizes else None
+
+
+class Manifest(_Table, frozen=True):
+    format: Version
+    name: Name
+    created: str  # ISO 8601, UTC
+    producer: str
+    signatures: Annotated[list[Signature], Meta(min_length=1, max_length=256)]  # over one set of weights and state
+    precision: Literal["float32", "bfloat16"]
+    num_replicas: Annotated[int, Meta(ge=1, le=2**20)]  # that it was compiled for; it runs with any number
+    parameters: list[Parameter]
+    groups: list[Group]
+    hyperparameters: dict[str, float]
+    programs: dict[str, Program]  # of all signatures
+    native: list[Name]  # members below native/: what the device's backend has made
+    buffers: dict[str, Tensor]
+    buckets: list[Bucket]
+    weights: Weights
+    metadata: dict[str, Any]
+    fingerprint: Fingerprint
+    verification: Verification | None = None
+    aliases: dict[str, str] = {}  # other names of a tensor in the model (tied weights) -> the name that it has here
+    transient: list[str] = []  # buffers that the model's state_dict leaves out; their values are among the constants
+
+    def __post_init__(self) -> None:
+        """Every name that one part mentions is defined by another."""
+        for name, program in self.programs.items():
+            missing = [b for b in program.buffers if b not in self.buffers]
+            if missing:
+                raise ValueError(f"program {name} takes buffers that are not in the table: {missing[:5]}")
+            if len(set(program.buffers)) != len(program.buffers):
+                raise ValueError(f"program {name} takes a buffer twice")
+            if not set(program.writes) <= set(program.buffers):
+                raise ValueError(f"program {name} writes buffers that it does not take")
+        for parameter in self.parameters:
+            if Buffer.of(Kind.PARAM, parameter.name) not in self.buffers:
+                raise ValueError(f"parameter {parameter.name} has no buffer")
+        known = {p.name for p in self.parameters}
+        for group in self.groups:
+            if not set(group.params) <= known:
+                raise ValueError(f"group {group.prefix} has parameters that are not in the table")
+        if (
+            len({s.name for s in self.signatures}) != len(self.signatures)
+            or [not s.prefix for s in self.signatures].count(True) != 1
+        ):
+            raise ValueError("two signatures have the same name or the same buffers")
+        for signature in self.signatures:
+            self._check_signature(signature)
+        held = [b for bucket in self.buckets for b in bucket.buffers]
+        if len(set(held)) != len(held) or not set(held) <= set(self.buffers):
+            raise ValueError("a bucket holds a buffer twice, or one that is not in the table")
+
+    def _check_signature(self, s: Signature) -> None:
+        unknown = [p for p in s.programs.values() if p not in self.programs]
+        if unknown:
+            raise ValueError(f"signature {s.name} has programs that are not there: {unknown[:5]}")
+        sections = {section for p in s.programs.values() for section in self.programs[p].sections}
+        for kind, arguments in ((Kind.INPUT, s.inputs), (Kind.OUTPUT, s.outputs), (Kind.INFER, s.infer_outputs)):
+            for argument in arguments:
+                buffer = self.buffers.get(s.buffer(kind, argument.name))
+                dense = TensorType.dense(argument.type.dtype, argument.type.shape)
+                if buffer is not None and not buffer.type() == argument.type.type() == dense:
+                    raise ValueError(f"{kind} {argument.name} and its buffer have different types, or are not dense")
+                if buffer is None and ("infer" if kind == Kind.INFER else "fwd") in sections:
+                    raise ValueError(f"{kind} {argument.name} has no buffer")
+        for section, checks in s.checks.items():
+            buffer = self.buffers.get(s.buffer(Kind.CHECK, section))
+            if buffer is None or buffer.type() != TensorType.dense("float32", (len(checks),)):
+                raise ValueError(f"the checks of {section} have no buffer, or not a number for each")
+
+    @property
+    def signature(self) -> Signature:
+        """The first one: the step as it was given."""
+        return self.signatures[0]
 
     def as_json(self) -> bytes:
         return msgspec.json.format(msgspec.json.encode(self), indent=1)

@@ -27,7 +27,7 @@ from .writer import DIGEST, whole_digest
 
 TRUST_VARIABLE = "TILEWORK_TRUST"
 _MEMBER = re.compile(r"(?:manifest|digest)\.json|report\.txt|(?:constants|weights)\.safetensors|"
-                     r"graphs/[a-z_]{1,40}\.(?:json|txt)|native/[a-z_]{1,40}\.so")  # fmt: skip
+                     r"graphs/\w{1,80}\.(?:json|txt)|native/\w{1,80}\.\w{1,10}", re.ASCII)  # fmt: skip
 _TEXT_LIMIT = 256 << 20  # bytes of one text member, unpacked
 _RATIO_LIMIT = 200  # unpacked to packed bytes of a text member; JSON of graphs packs to about 1 : 20
 
@@ -221,16 +221,16 @@ def _check_version(text: bytes, path: Path) -> None:
 
 
 def _check_members(members: dict[str, bytes], manifest: Manifest, path: Path) -> None:
+    unnamed = {name for name in members if name.startswith("native/")} ^ set(manifest.native)
+    if unnamed:
+        raise _bad("artifact-manifest", path, "the native members are not those that the manifest names",
+                   found=", ".join(sorted(unnamed)[:5]))  # fmt: skip
     for name, program in manifest.programs.items():
         for member in filter(None, (program.graph, program.code)):
             if member not in members:
                 raise _bad("artifact-manifest", path, f"program {name} names a member that is not there", found=member)
         if program.code is not None and not program.code.startswith("native/"):
             raise _bad("artifact-manifest", path, f"program {name}: code is not a native member", found=program.code)
-    if manifest.fingerprint.device == "cpu" and (
-        "native/driver.so" not in members or any(p.code is None for p in manifest.programs.values())
-    ):
-        raise _bad("artifact-manifest", path, "an artifact for the cpu device lacks native code")
     if manifest.weights.where == "inside" and "weights.safetensors" not in members:
         raise _bad("artifact-manifest", path, "the weights should be inside, and are not")
 

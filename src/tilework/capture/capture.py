@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any, Literal
@@ -12,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from ..artifact.graph import Graph, TensorType
-from ..artifact.manifest import Check, is_dropout
+from ..artifact.manifest import Argument, Check, Signature
+from ..artifact.manifest import Tensor as TensorEntry
+from ..artifact.names import Buffer, Hyper, Kind, hyper_kind, is_kind
 from ..artifact.structure import Structure, flatten, flatten_outputs, names, unflatten
 from ..errors import UserError
 from ..hosts import steps_made
@@ -35,26 +38,15 @@ class StepGraph:
     """The step as graphs over named buffers. Printable, hashable by content, and free of the user's objects."""
 
     sections: dict[str, Graph]  # fwd, bwd, opt; joint = fwd+bwd for the known loss; infer = forward in eval mode
-    inputs: dict[str, TensorType]  # without their prefix, in call order
-    input_structure: Structure  # of (inputs, targets)
-    num_model_inputs: int  # how many of the inputs the model takes; the rest are the loss's targets
-    outputs: dict[str, TensorType]
-    output_structure: Structure  # of what the model returns
-    infer_outputs: dict[str, TensorType]
-    infer_structure: Structure
-    losses: tuple[str, ...]
-    separate_loss: bool
+    signature: Signature  # inputs and outputs; no programs yet
     params: dict[str, dict[str, Any]]  # name -> trainable, optimizer group, aliases
     groups: list[dict[str, Any]]
     hyper: dict[str, float]  # run-time scalars and their defaults
     constants: dict[str, Tensor]  # const/... values, which go into the artifact
-    checks: dict[Literal["fwd", "infer"], list[Check]]
     aliases: dict[str, str]  # other names of tied tensors
     transient: list[str]  # buffers that are not in the model's state_dict
-    num_micro_batches: int
-    accumulate: str
     precision: str
-    batch_dim: int | None
+    train: bool
     metadata: dict[str, Any]
     weights: dict[str, Tensor] = field(repr=False)  # the user's own tensors, by buffer name, to be saved or synced
 
@@ -65,12 +57,35 @@ class StepGraph:
 
 
 def capture(
-    step: Step, *, keep_momentum: bool = False, sections: bool = True, report: Callable[[str], None] = lambda _: None
+    step: Step,
+    *,
+    keep_momentum: bool = False,
+    sections: bool = True,
+    constants: Constants | None = None,
+    report: Callable[[str], None] = lambda _: None,
 ) -> StepGraph:
     """Trace the step. The user's model, optimizer and tensors are left as they were.
 
-    sections=False: no fwd and bwd of their own, where the loss is known; only the two together (joint)."""
-    return _Capture(step, keep_momentum, report).run(sections)
+    sections=False: no fwd and bwd of their own, where the loss is known; only the two together (joint).
+    constants: those of the steps that were captured before it, for the same artifact."""
+    return _Capture(step, keep_momentum, constants or Constants(), report).run(sections)
+
+
+class Constants:
+    """Tensors that models hold outside of their parameters and buffers. One tensor is one constant, in whichever step it is met:
+    a model may change it."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Tensor] = {}
+        self._names: dict[int, str] = {}
+        self._held: list[Tensor] = []  # so that an id stays its own
+
+    def name_of(self, tensor: Tensor) -> str:
+        if id(tensor) not in self._names:
+            self._names[id(tensor)] = name = Buffer.of(Kind.CONST, str(len(self.values)))
+            self.values[name] = tensor.detach().clone()
+            self._held.append(tensor)
+        return self._names[id(tensor)]
 
 
 def _argument_names(function: Any, structure: Structure, prefix: str) -> list[str]:
@@ -102,11 +117,11 @@ def _ordered_unique(wanted: Sequence[str]) -> list[str]:
 
 
 class _Capture:
-    def __init__(self, step: Step, keep_momentum: bool, report: Callable[[str], None]) -> None:
+    def __init__(self, step: Step, keep_momentum: bool, constants: Constants, report: Callable[[str], None]) -> None:
         self.step = step
         self.keep_momentum = keep_momentum
         self.report = report
-        self.constants: dict[str, Tensor] = {}
+        self.constants = constants
         self.checks: dict[Literal["fwd", "infer"], list[Check]] = {}
         call = step.inputs if isinstance(step.inputs, (tuple, list, dict)) else (step.inputs,)
         targets = step.targets if isinstance(step.targets, (tuple, list)) else (step.targets,)
@@ -121,16 +136,19 @@ class _Capture:
             wanted += _argument_names(forward, shifted, "target")
         self.input_names = _ordered_unique(wanted)
         # Input buffers are dense, whatever the strides of the examples: a call copies the caller's memory as it lies.
-        self.flat = [
-            t.detach().contiguous().requires_grad_(t.requires_grad) for t in (*self.example_inputs, *self.example_targets)
-        ]
+        self.flat = [_dense(t.detach()).requires_grad_(t.requires_grad) for t in (*self.example_inputs, *self.example_targets)]
         if not self.flat:
             raise UserError("inputs-none", "the step has no input tensors", fix="give example inputs: inputs=(x, ...)")
 
     def run(self, with_sections: bool) -> StepGraph:
         step = self.step
         self.report("looking at the model")
-        self.probe = probe = run_probe(step, self._fresh)
+        with ExitStack() as stack:
+            if not step.train:  # as it will be run: some models fail in training mode on what they infer, such as one row
+                stack.enter_context(preserved(step))
+                for _, root in step.modules:
+                    root.eval()
+            self.probe = probe = run_probe(step, self._fresh)
         self._name_buffers(probe)
         self.groups = groups_of(step, probe.trainable, self.keep_momentum)
         self._check_optimizers()
@@ -138,7 +156,7 @@ class _Capture:
         sections: dict[str, Graph] = {}
         self.changing = list(probe.changing)
         with preserved(step, self.changing):
-            if probe.trainable and any(probe.differentiable):
+            if step.train and probe.trainable and any(probe.differentiable):
                 self.report("tracing forward and backward")
                 joint, losses = None, [self._output_names()[i] for i in probe.losses]
                 if with_sections or not losses:
@@ -195,7 +213,7 @@ class _Capture:
     def _check_memory(self, sections: dict[str, Graph]) -> None:
         """Tensors that lie in the same memory would be copies of their own in a session: right only if none is changed."""
         written = frozenset(b for graph in sections.values() for b in graph.written)
-        held = [(name, t) for name, t in self.weights.items() if name.startswith(("param/", "buffer/"))]
+        held = [(name, t) for name, t in self.weights.items() if is_kind(name, Kind.PARAM, Kind.BUFFER)]
         for (name, t), (other, u) in combinations(held, 2):
             if t.untyped_storage()._cdata == u.untyped_storage()._cdata and {name, other} & written and _overlap(t, u):
                 raise UserError(
@@ -261,17 +279,11 @@ class _Capture:
         reads += [f"outgrad/{outs[i]}" for i in sources] if with_outgrads else []
         reads += [self._closed_over(t) for t in traced.closed_over]
         results = [f"output/{o}" for o in outs] + [f"buffer/{k}" for k in replaced] + self._checked("fwd", probe.reads)
-        results += [f"grad/{k}" for k in probe.trainable] + [f"grad/input/{self.input_names[i]}" for i in wanted_inputs]
+        results += [f"grad/{k}" for k in probe.trainable] + [f"inputgrad/{self.input_names[i]}" for i in wanted_inputs]
         return pooling(to_graph("joint", traced, reads, results, ""))
 
     def _closed_over(self, tensor: Tensor) -> str:
-        name = self.known.get(id(tensor))
-        if name is None:
-            name = f"const/{len(self.constants)}"
-            self.known[id(tensor)] = name
-            self.constants[name] = tensor.detach().clone()
-            self._keep_alive = [*getattr(self, "_keep_alive", []), tensor]  # so that its id stays its own
-        return name
+        return self.known.get(id(tensor)) or self.constants.name_of(tensor)
 
     def _checked(self, section: Literal["fwd", "infer"], reads: Sequence[Read]) -> list[str]:
         """The buffer for what the section's checks find, where it has any."""
@@ -281,8 +293,8 @@ class _Capture:
         return [f"check/{section}"] if checks else []
 
     def _opt(self, bwd: Graph) -> Graph:
-        have = {b.removeprefix("grad/") for b in bwd.written if not b.startswith("grad/input/")}
-        hyper = [name for name in self.hyper if not is_dropout(name)]
+        have = {Buffer(b).name for b in bwd.written if is_kind(b, Kind.GRAD)}
+        hyper = [name for name in self.hyper if hyper_kind(name) != Hyper.DROPOUT]
         graph, self.updated = opt_graph(self.groups, self.probe.trainable, have, hyper)
         return graph
 
@@ -314,8 +326,7 @@ class _Capture:
             inputs, _ = self._fresh([*args[:n], *self.flat[n:]])
             if isinstance(mode, WatchOperators):
                 mode.takes(self.last_leaves)
-            bf16 = self.step.precision == "bfloat16"
-            with seeded(args[n]), captured(masks=self.probe.masks), torch.autocast("cpu", torch.bfloat16, enabled=bf16), mode:
+            with seeded(args[n]), captured(masks=self.probe.masks), self.step.autocast(), mode:
                 outputs, structure, _ = flatten_outputs(self.step.call_model(inputs))
             new = self._replaced_buffers()
             replaced[:] = [k for k, _ in new]
@@ -360,23 +371,33 @@ class _Capture:
         group_of = {k: g.prefix for g in self.groups for k in g.params}
         return StepGraph(
             sections=sections,
-            inputs={i: TensorType.dense(*_type(t)) for i, t in zip(self.input_names, self.flat, strict=True)},
-            input_structure=["tuple", self.input_structure, self.target_structure],
-            num_model_inputs=len(self.example_inputs),
-            outputs={o: TensorType.dense(*_type(t)) for o, t in zip(outs, probe.outputs, strict=True)},
-            output_structure=probe.structure,
-            infer_outputs={o: sections["infer"].types[f"infer/{o}"] for o in self.infer_names},
-            infer_structure=infer_structure,
-            losses=tuple(outs[i] for i in probe.losses),
-            separate_loss=step.loss_function is not None,
+            signature=Signature(
+                name=step.signature_name,
+                prefix="",
+                inputs=[_argument(i, t) for i, t in zip(self.input_names, self.flat, strict=True)],
+                num_model_inputs=len(self.example_inputs),
+                input_structure=["tuple", self.input_structure, self.target_structure],
+                outputs=[_argument(o, t) for o, t in zip(outs, probe.outputs, strict=True)],
+                output_structure=probe.structure,
+                infer_outputs=[
+                    Argument(name=o, type=TensorEntry.of(sections["infer"].types[Buffer.of(Kind.INFER, o)]))
+                    for o in self.infer_names
+                ],
+                infer_structure=infer_structure,
+                losses=[outs[i] for i in probe.losses],
+                separate_loss=step.loss_function is not None,
+                batch_dim=step.batch_dim,
+                num_micro_batches=step.num_micro_batches,
+                accumulate=step.accumulate,
+                checks=self.checks,
+            ),
             params={
                 **{k: {"trainable": True, "group": group_of.get(k)} for k in probe.trainable},
                 **{k: {"trainable": False, "group": None} for k in probe.frozen},
             },
             groups=[_describe(g) for g in self.groups],
             hyper=self.hyper,
-            constants=self.constants,
-            checks=self.checks,
+            constants=dict(self.constants.values),
             aliases=self._aliases(),
             transient=[
                 f"{prefix}{path}.{k}" if path else f"{prefix}{k}"
@@ -385,18 +406,21 @@ class _Capture:
                 for k in sorted(m._non_persistent_buffers_set)
                 if m._buffers.get(k) is not None
             ],
-            num_micro_batches=step.num_micro_batches,
-            accumulate=step.accumulate,
             precision=step.precision,
-            batch_dim=step.batch_dim,
+            train=step.train,
             metadata=dict(step.metadata),
             weights=self.weights,
         )
 
 
-def _type(t: Tensor) -> tuple[str, tuple[int, ...]]:
-    full = TensorType.of(t)
-    return full.dtype, full.shape
+def _argument(name: str, t: Tensor) -> Argument:
+    return Argument(name=name, type=TensorEntry.of(TensorType.of(t).as_dense()))
+
+
+def _dense(t: Tensor) -> Tensor:
+    """With the strides that its shape has by itself; contiguous() leaves those of dimensions of size 1 as they are."""
+    dense = t.contiguous()
+    return dense if TensorType.of(dense) == TensorType.of(dense).as_dense() else torch.empty(t.shape, dtype=t.dtype).copy_(t)
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..artifact.graph import Graph, Node
+from ..artifact.names import Buffer, Kind, is_kind
 
 # Views and other free operators: cheaper to repeat in bwd than to keep their result.
 _FREE = {"t", "transpose", "permute", "view", "_unsafe_view", "reshape", "expand", "unsqueeze", "squeeze", "slice",
@@ -19,8 +20,8 @@ def _is_free(node: Node) -> bool:
 
 
 def partition(joint: Graph) -> tuple[Graph, Graph]:
-    """(fwd, bwd). Buffers outgrad/* are what bwd starts from; writes to grad/* belong to bwd, all others to fwd."""
-    tainted = {r for r in joint.reads if r.startswith("outgrad/")}
+    """(fwd, bwd). Buffers outgrad/* are what bwd starts from; writes of gradients belong to bwd, all others to fwd."""
+    tainted = {r for r in joint.reads if is_kind(r, Kind.OUTGRAD)}
     forward_nodes, backward_nodes = [], []
     for node in joint.nodes:
         if tainted.intersection(node.refs()):
@@ -28,8 +29,8 @@ def partition(joint: Graph) -> tuple[Graph, Graph]:
             backward_nodes.append(node)
         else:
             forward_nodes.append(node)
-    forward_writes = tuple(w for w in joint.writes if not w[0].startswith("grad/"))
-    backward_writes = tuple(w for w in joint.writes if w[0].startswith("grad/"))
+    forward_writes = tuple(w for w in joint.writes if not is_kind(w[0], Kind.GRAD, Kind.INPUT_GRAD))
+    backward_writes = tuple(w for w in joint.writes if is_kind(w[0], Kind.GRAD, Kind.INPUT_GRAD))
 
     # what bwd uses of fwd, with free nodes repeated instead of kept
     made_forward = {n.name: n for n in forward_nodes}
@@ -47,7 +48,7 @@ def partition(joint: Graph) -> tuple[Graph, Graph]:
             repeated[ref] = made
             todo += made.refs()
         elif made is not None or ref in changed:  # a buffer that fwd changes must be kept as it was
-            saved[ref] = f"saved/{ref.replace('/', '.')}"
+            saved[ref] = Buffer.of(Kind.SAVED, ref.replace("/", "."))
 
     types = dict(joint.types)
     for ref, buffer in saved.items():

@@ -83,7 +83,7 @@ def preserved(step: Step, changing: Iterable[UntypedStorage] = ()) -> Iterator[N
 def evaluate(step: Step, inputs: Any, targets: Any, *, tell: bool = False) -> tuple[list[Tensor], Structure]:
     """Forward and loss: every output tensor (a separate loss first), and the structure of the model's own output. `tell`: warn
     of objects among the outputs that are left out."""
-    with torch.autocast("cpu", torch.bfloat16, enabled=step.precision == "bfloat16", cache_enabled=False):
+    with step.autocast(cache=False):
         output = step.call_model(inputs)
         outputs, structure, dropped = flatten_outputs(output)
         if step.loss_function is not None:

@@ -7,6 +7,7 @@ module, the artifact's own graphs are replayed: "graph only".
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -15,11 +16,13 @@ import torch
 from torch import Tensor
 
 from ..artifact.graph import DTYPES
-from ..artifact.manifest import Manifest
+from ..artifact.manifest import Manifest, Signature
+from ..artifact.names import Kind, is_kind
 from ..artifact.reader import Artifact, read_artifact
 from ..artifact.structure import flatten
 from ..errors import UserError
 from ..runtime.checkpoint import require_digest
+from ..runtime.devices import device_class
 from ..runtime.session import Session
 from ..step import Step
 from .compare import Row, compare
@@ -77,43 +80,61 @@ class Report:
         blamed: those after it got wrong numbers from it."""
         found: dict[str, Row] = {}
         for chain in (("infer",), ("step",), ("accumulate", "opt"), ("fwd", "bwd", "opt")):
-            rows = [r for r in self.rows if not r.ok and r.program in chain]
+            rows = [r for r in self.rows if not r.ok and r.role in chain]
             if rows:
-                first = min(rows, key=lambda r: chain.index(r.program))
+                first = min(rows, key=lambda r: chain.index(r.role))
                 found.setdefault(first.program, first)
         return found
 
 
 def check(path: str | Path, step: Step | None = None, *, device: str | None = None, trust: bool = False) -> Report:
+    """Every signature: at other batch sizes the step's examples are repeated or cut."""
     artifact = read_artifact(path, trust=trust)
-    if device == "null" or (device is None and artifact.manifest.fingerprint.device == "null"):
+    manifest = artifact.manifest
+    if not device_class(device or manifest.fingerprint.device).computes:
         raise UserError("test-null", "the null device does no arithmetic, so there is nothing to compare")
     if step is None:
         return _graph_only(artifact, device)
-    inputs = step_inputs(artifact.manifest, step)
-    return beside_module(artifact, step, inputs, run_module(artifact.manifest, step, inputs), device)
+    reports = []
+    for signature in manifest.signatures:
+        own = step if signature.num_rows in (None, step.num_rows) else step.with_rows(signature.num_rows or 1)
+        inputs = step_inputs(signature, own)
+        reports.append(beside_module(artifact, signature, own, inputs, run_module(manifest, signature, own, inputs), device))
+    return joined(reports)
 
 
-def beside_module(artifact: Artifact, step: Step, inputs: list[Tensor], expected: Results, device: str | None = None) -> Report:
-    """The artifact on flat inputs, beside what the module gives for them."""
+def joined(reports: Sequence[Report]) -> Report:
+    return replace(reports[0], rows=[row for report in reports for row in report.rows])
+
+
+def beside_module(
+    artifact: Artifact, signature: Signature, step: Step, inputs: list[Tensor], expected: Results, device: str | None = None
+) -> Report:
+    """A signature of the artifact on flat inputs, beside what the module gives for them."""
     with Session(artifact, device=device, seed=SEED, weights=False) as session:
         session.set(session.hyper)  # those that were compiled are meant, whatever a scheduler has done to the module's since
         session.to_device(step.model, step.optimizers or None, loss=loss_module(step))
         failed: dict[str, str] = {}
-        found = run_artifact(session, inputs, failed)
+        found = run_artifact(session, session.calls_of(signature.name), inputs, failed)
         name = session.device_name
     rows = [Row("run", p, float("inf"), 0.0, False, why.splitlines()[0][:200], p) for p, why in failed.items()]
-    rows += _rows(artifact, found, expected)
+    rows += _rows(artifact, signature, found, expected)
     if not all(r.ok for r in rows) and not _is_low(artifact):
         moved: list[dict[tuple[str, str, str], float]] = []
         for seed, units in enumerate(_SHAKEN, start=1):
-            trial = _like(run_module(artifact.manifest, step, inputs, shaken=units, seed=seed), found)
-            moved.append({(r.program, r.kind, r.name): r.error for r in _rows(artifact, trial, expected)})
+            trial = _like(run_module(artifact.manifest, signature, step, inputs, shaken=units, seed=seed), found)
+            moved.append({(r.program, r.kind, r.name): r.error for r in _rows(artifact, signature, trial, expected)})
             judged = _decided(rows, moved)
             if all(r.ok for r in judged):
                 break
         rows = judged
-    return Report("module", name, rows)
+    return Report("module", name, [_placed(row, signature) for row in rows])
+
+
+def _placed(row: Row, signature: Signature) -> Row:
+    """With the program's own name, and in signatures after the first the tensor's with the signature's."""
+    name = f"{signature.prefix}:{row.name}" if signature.prefix else row.name
+    return replace(row, program=signature.programs.get(row.program, row.program), role=row.program, name=name)
 
 
 def _is_low(artifact: Artifact) -> bool:
@@ -125,12 +146,12 @@ def _dtypes(artifact: Artifact) -> set[str]:
     return {t.dtype for graph in artifact.graphs.values() for n in graph.nodes for t in n.types if t is not None}
 
 
-def _rows(artifact: Artifact, found: Results, expected: Results) -> list[Row]:
+def _rows(artifact: Artifact, signature: Signature, found: Results, expected: Results) -> list[Row]:
     manifest, low, mixed = artifact.manifest, _is_low(artifact), "float32" in _dtypes(artifact)
     rows: list[Row] = []
     for way in (w for w in _WAYS if w in found):
         kinds = found[way]
-        programs = _PROGRAMS.get("sections" if way == "sections" else "accumulate" if "accumulate" in manifest.programs else "")
+        programs = _PROGRAMS.get("sections" if way == "sections" else "accumulate" if "accumulate" in signature.programs else "")
         later = _LATER if way == "again" else 1.0
         allowance = _allowance(manifest, expected[way].get("gradient", {}), later) if way != "infer" else {}
         for kind in (k for k in _ORDER if k in kinds):
@@ -165,14 +186,14 @@ def _like(expected: Results, found: Results) -> Results:
     return {way: {kind: expected[way][kind] for kind in kinds if kind in expected[way]} for way, kinds in found.items()}
 
 
-def step_inputs(manifest: Manifest, step: Step) -> list[Tensor]:
+def step_inputs(signature: Signature, step: Step) -> list[Tensor]:
     """The example inputs, once a micro-batch, rolled along the batch so that micro-batches differ."""
     leaves = [*flatten(step.inputs)[0], *flatten(step.targets)[0]]
-    return repeated([t.detach() for t in leaves], manifest)
+    return repeated([t.detach() for t in leaves], signature)
 
 
-def repeated(leaves: list[Tensor], manifest: Manifest) -> list[Tensor]:
-    num, dim = manifest.num_micro_batches, manifest.batch_dim
+def repeated(leaves: list[Tensor], signature: Signature) -> list[Tensor]:
+    num, dim = signature.num_micro_batches, signature.batch_dim
     if num == 1 or dim is None:
         return leaves
     return [torch.cat([t.roll(i, dims=dim) for i in range(num)], dim=dim) if t.dim() > dim else t for t in leaves]
@@ -199,12 +220,12 @@ def _allowance(manifest: Manifest, gradients: dict[str, Tensor], later: float) -
 # ---- graph only ----
 
 
-def random_inputs(manifest: Manifest, seed: int = 0) -> list[Tensor]:
+def random_inputs(signature: Signature, seed: int = 0) -> list[Tensor]:
     """Inputs of the right shapes: normal numbers, and 0 or 1 for integers, which are valid classes everywhere."""
     generator = torch.Generator().manual_seed(seed)
-    num, dim = manifest.num_micro_batches, manifest.batch_dim
+    num, dim = signature.num_micro_batches, signature.batch_dim
     found = []
-    for argument in manifest.inputs:
+    for argument in signature.inputs:
         shape, dtype = list(argument.type.shape), DTYPES[argument.type.dtype]
         if dim is not None and len(shape) > dim:
             shape[dim] *= num
@@ -216,17 +237,22 @@ def random_inputs(manifest: Manifest, seed: int = 0) -> list[Tensor]:
 
 
 def _graph_only(artifact: Artifact, device: str | None) -> Report:
-    inputs = random_inputs(artifact.manifest)
+    return joined([_replayed(artifact, signature, device) for signature in artifact.manifest.signatures])
+
+
+def _replayed(artifact: Artifact, signature: Signature, device: str | None) -> Report:
+    inputs = random_inputs(signature)
     results = []
     for name in (device or artifact.manifest.fingerprint.device, "reference"):
         with Session(artifact, device=name, seed=SEED, weights=_own_weights(artifact)) as session:
             session.load_tensors(some_weights(session))
-            results.append((run_artifact(session, inputs), session.device_name))
+            results.append((run_artifact(session, session.calls_of(signature.name), inputs), session.device_name))
     (found, used), (expected, _) = results
     found.pop("again", None)  # without the module nobody says how much noise there is by then
     if "fused" in expected:  # it does not keep its gradients; those of the sections say how much noise to expect
         expected["fused"].setdefault("gradient", expected.get("sections", {}).get("gradient", {}))
-    return Report("graph only", used, _rows(artifact, found, expected))
+    rows = _rows(artifact, signature, found, expected)
+    return Report("graph only", used, [_placed(row, signature) for row in rows])
 
 
 def _own_weights(artifact: Artifact) -> Literal[False] | None:
@@ -246,8 +272,8 @@ def some_weights(session: Session) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
     found = session.tensors()
     for name, t in found.items():
-        if name.startswith("param/") and t.is_floating_point():
+        if is_kind(name, Kind.PARAM) and t.is_floating_point():
             found[name] = torch.randn(t.shape, generator=generator).to(t.dtype) * 0.05
-        elif name.startswith("buffer/") and t.is_floating_point():
+        elif is_kind(name, Kind.BUFFER) and t.is_floating_point():
             found[name] = torch.ones_like(t)
     return found

@@ -26,6 +26,7 @@ class Row:
     ok: bool
     note: str = ""
     program: str = ""  # the program that is to blame if it is not ok
+    role: str = ""  # what that program does: step, fwd, infer and so on
     share: float = float("inf")  # the error, relative to the largest magnitude among all tensors of its kind
 
     def __str__(self) -> str:

@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 
-from ..artifact.manifest import Manifest, is_dropout
+from ..artifact.manifest import Manifest, Signature
+from ..artifact.names import Buffer, Hyper, Kind, hyper_kind, is_kind
 from ..artifact.structure import flatten, flatten_outputs, names, unflatten
 from ..capture.snapshot import Snapshot
 from ..errors import MachineError
 from ..random import next_seed, seeded
+from ..runtime.calls import Calls
 from ..runtime.devices import inference_base
 from ..runtime.session import Session
 from ..runtime.sync import host_tensors
@@ -34,73 +36,73 @@ Results = dict[str, dict[str, Tensors]]  # way -> kind (output, gradient, parame
 # ---- the artifact's side ----
 
 
-def run_artifact(session: Session, inputs: list[Tensor], failed: dict[str, str] | None = None) -> Results:
-    """Every way that the artifact can run, each from the weights that the session has now. Native code that fails goes into
-    `failed`, by program, where that is given."""
-    manifest, found = session.manifest, Results()
+def run_artifact(session: Session, calls: Calls, inputs: list[Tensor], failed: dict[str, str] | None = None) -> Results:
+    """Every way that the artifact can run a signature, each from the weights that the session has now. Native code that fails
+    goes into `failed`, by what the program does, where that is given."""
+    found = Results()
     start = session.tensors()
 
-    def again() -> None:
+    def attempt(way: Callable[[Session, Calls, list[Tensor], Results], None], role: Callable[[], str]) -> None:
         session.load_tensors(start)
         session.seed(SEED)
-
-    def attempt(way: Callable[[Session, list[Tensor], Results], None], program: Callable[[], str]) -> None:
-        again()
         try:
-            way(session, inputs, found)
+            way(session, calls, inputs, found)
         except MachineError as e:
             if failed is None or e.id != "native-run":
                 raise
-            failed[program()] = e.summary
+            failed[role()] = e.summary
 
-    if "infer" in manifest.programs:
+    if "infer" in calls.programs:
         attempt(_run_inference, lambda: "infer")
-    if session.fused is not None and manifest.losses:
-        attempt(_run_fused, lambda: str(session.fused))
-    if "fwd" in manifest.programs and manifest.num_micro_batches == 1:
+    if calls.fused is not None and calls.signature.losses:
+        attempt(_run_fused, lambda: str(calls.fused))
+    if "fwd" in calls.programs and calls.signature.num_micro_batches == 1:
         attempt(_run_sections, lambda: ("fwd", "bwd", "opt")[min(len(found.pop("sections", {})), 2)])
     return found
 
 
-def _run_inference(session: Session, inputs: list[Tensor], found: Results) -> None:
-    leaves, _ = flatten(session.infer(*_one_batch(session.manifest, inputs)))
-    found["infer"] = {"output": dict(zip([a.name for a in session.manifest.infer_outputs], leaves, strict=True))}
+def _run_inference(session: Session, calls: Calls, inputs: list[Tensor], found: Results) -> None:
+    s = calls.signature
+    leaves, _ = flatten(session.infer(*_one_batch(s, inputs), signature=s.name))
+    found["infer"] = {"output": dict(zip([a.name for a in s.infer_outputs], leaves, strict=True))}
 
 
-def _run_fused(session: Session, inputs: list[Tensor], found: Results) -> None:
-    found["fused"] = {"output": _named_outputs(session, session.run(*inputs))}
-    if session.fused == "accumulate":
+def _run_fused(session: Session, calls: Calls, inputs: list[Tensor], found: Results) -> None:
+    s = calls.signature
+    found["fused"] = {"output": _named_outputs(s, session.run(*inputs, signature=s.name))}
+    if calls.fused == "accumulate":
         found["fused"]["gradient"] = session.gradients()
     found["fused"] |= _state(session)
-    found["again"] = {"output": _named_outputs(session, session.run(*inputs)), **_state(session)}
+    found["again"] = {"output": _named_outputs(s, session.run(*inputs, signature=s.name)), **_state(session)}
 
 
-def _run_sections(session: Session, inputs: list[Tensor], found: Results) -> None:
-    made = found["sections"] = {}
-    made["output"] = _named_outputs(session, session.run(*inputs, sections=["fwd"]))
-    if "bwd" in session.training_sections:
-        ones = {k: torch.ones_like(t) for k, t in made["output"].items() if f"outgrad/{k}" in session.buffers}
-        session.run(sections=["bwd"], out_grads=None if session.manifest.losses else ones)
+def _run_sections(session: Session, calls: Calls, inputs: list[Tensor], found: Results) -> None:
+    made, s = dict[str, Tensors](), calls.signature
+    found["sections"] = made
+    made["output"] = _named_outputs(s, session.run(*inputs, sections=["fwd"], signature=s.name))
+    if "bwd" in calls.sections:
+        ones = {k: torch.ones_like(t) for k, t in made["output"].items() if s.buffer(Kind.OUTGRAD, k) in session.memory}
+        session.run(sections=["bwd"], out_grads=None if s.losses else ones, signature=s.name)
         made["gradient"] = session.gradients()
-    if "opt" in session.training_sections:
-        session.run(sections=["opt"])
+    if "opt" in calls.sections:
+        session.run(sections=["opt"], signature=s.name)
     made |= _state(session)
 
 
 def _state(session: Session) -> dict[str, Tensors]:
     """What training changes, by kind."""
-    tensors = session.tensors()
+    tensors = {Buffer(k): t for k, t in session.tensors().items() if not k.endswith("/step")}
 
-    def of(prefix: str) -> Tensors:
-        return {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix) and not k.endswith("/step")}
+    def of(kind: Kind) -> Tensors:
+        return {b.name: t for b, t in tensors.items() if b.kind == kind}
 
-    return {"parameter": of("param/"), "state": of("state/"), "buffer": of("buffer/")}
+    return {"parameter": of(Kind.PARAM), "state": of(Kind.STATE), "buffer": of(Kind.BUFFER)}
 
 
-def _named_outputs(session: Session, result: Any) -> Tensors:
+def _named_outputs(signature: Signature, result: Any) -> Tensors:
     leaves, _ = flatten(result.outputs)
-    named = [a.name for a in session.manifest.outputs]
-    if session.manifest.separate_loss:
+    named = [a.name for a in signature.outputs]
+    if signature.separate_loss:
         losses = result.losses if result.losses.shape[0] > 1 else result.losses[0]
         leaves = [losses, *leaves]
     return dict(zip(named, leaves, strict=True))
@@ -109,11 +111,13 @@ def _named_outputs(session: Session, result: Any) -> Tensors:
 # ---- the module's side ----
 
 
-def run_module(manifest: Manifest, step: Step, inputs: list[Tensor], *, shaken: float = 0.0, seed: int = 1) -> Results:
+def run_module(
+    manifest: Manifest, signature: Signature, step: Step, inputs: list[Tensor], *, shaken: float = 0.0, seed: int = 1
+) -> Results:
     """Two steps, and inference before them. The module and its optimizers are put back as they were. `shaken`: weights and inputs
     are changed by so many units in their last place before, which shows how much noise the arithmetic makes."""
     found: Results = {}
-    trains = any(s in p.sections for p in manifest.programs.values() for s in ("fwd", "bwd"))
+    trains = any(role not in ("infer", "opt") for role in signature.programs)
     with restored(step):
         if shaken:
             generator = torch.Generator().manual_seed(seed)
@@ -121,11 +125,11 @@ def run_module(manifest: Manifest, step: Step, inputs: list[Tensor], *, shaken: 
             with torch.no_grad():
                 for t in host(step).values():
                     t.data.copy_(_shaken(t, shaken, generator))
-        if "infer" in manifest.programs:
-            found["infer"] = {"output": _infer(step, _one_batch(manifest, inputs))}
+        if "infer" in signature.programs:
+            found["infer"] = {"output": _infer(step, _one_batch(signature, inputs))}
         if trains:
-            found["fused"] = found["sections"] = _train(manifest, step, inputs, 0)
-            found["again"] = _train(manifest, step, inputs, 1)
+            found["fused"] = found["sections"] = _train(manifest, signature, step, inputs, 0)
+            found["again"] = _train(manifest, signature, step, inputs, 1)
     return found
 
 
@@ -139,35 +143,35 @@ def _shaken(t: Tensor, units: float, generator: torch.Generator) -> Tensor:
     return (t.detach() * (1 + units * torch.finfo(t.dtype).eps * by.to(t.dtype))).to(t.dtype)
 
 
-def _train(manifest: Manifest, step: Step, inputs: list[Tensor], number: int) -> dict[str, Tensors]:
+def _train(manifest: Manifest, signature: Signature, step: Step, inputs: list[Tensor], number: int) -> dict[str, Tensors]:
     """One whole step, the `number`-th."""
-    params = {k.removeprefix("param/"): t for k, t in host(step).items() if k.startswith("param/")}
+    params = {Buffer(k).name: t for k, t in host(step).items() if is_kind(k, Kind.PARAM)}
     for optimizer in step.optimizers:
         optimizer.zero_grad(set_to_none=True)
     for p in params.values():
         p.grad = None
     collected: list[list[Tensor]] = []
     leaves: list[Tensor] = []
-    num_micro = manifest.num_micro_batches
+    num_micro = signature.num_micro_batches
     for micro in range(num_micro):
-        leaves = _leaves(manifest, step, inputs, micro, num_micro)
-        model_inputs, targets = unflatten(manifest.input_structure, iter(leaves))
+        leaves = _leaves(signature, step, inputs, micro, num_micro)
+        model_inputs, targets = unflatten(signature.input_structure, iter(leaves))
         with seeded(torch.tensor(next_seed(SEED, number * num_micro + micro)), _probabilities(manifest)):
-            with _autocast(step):
+            with step.autocast():
                 output = step.call_model(model_inputs)
                 outputs, *_ = flatten_outputs(output)
                 if step.loss_function is not None:
                     outputs = [step.call_loss(output, targets), *outputs]
-            sources = [o for a, o in zip(manifest.outputs, outputs, strict=True) if a.name in manifest.losses]
+            sources = [o for a, o in zip(signature.outputs, outputs, strict=True) if a.name in signature.losses]
             sources = sources or [o for o in outputs if o.requires_grad]
-            scale = 1.0 / num_micro if manifest.accumulate == "mean" else 1.0
+            scale = 1.0 / num_micro if signature.accumulate == "mean" else 1.0
             if sources:
                 seeds = tuple(torch.full_like(s, scale) for s in sources)
                 # torch.autograd.backward by another name, which modes over torch's functions do not intercept (capture/trace.py)
                 _engine_run_backward(tuple(sources), seeds, False, False, (), allow_unreachable=True, accumulate_grad=True)
         collected.append([o.detach().clone() for o in outputs])
     gradients = {k: p.grad.detach().clone() for k, p in params.items() if p.grad is not None}
-    for argument, leaf in zip(manifest.inputs, leaves, strict=True):
+    for argument, leaf in zip(signature.inputs, leaves, strict=True):
         if leaf.grad is not None:
             gradients[f"input/{argument.name}"] = leaf.grad.clone()
     trained = [p for opt in step.optimizers for g in opt.param_groups for p in g["params"] if p.grad is not None]
@@ -177,7 +181,7 @@ def _train(manifest: Manifest, step: Step, inputs: list[Tensor], number: int) ->
         torch.nn.utils.clip_grad_norm_(trained, step.clip_norm)
     for optimizer in step.optimizers:
         optimizer.step()
-    joined = [_join(list(parts), manifest.batch_dim) for parts in zip(*collected, strict=True)]
+    joined = [_join(list(parts), signature.batch_dim) for parts in zip(*collected, strict=True)]
     by_id = {id(p): k for k, p in params.items()}
     state = {
         f"{by_id[id(p)]}/{key}": value.detach().clone()
@@ -187,9 +191,9 @@ def _train(manifest: Manifest, step: Step, inputs: list[Tensor], number: int) ->
         if id(p) in by_id and isinstance(value, Tensor) and key != "step"
     }
     # read again: forward may have put new tensors in their place
-    buffers = {k.removeprefix("buffer/"): b.detach().clone() for k, b in host(step).items() if k.startswith("buffer/")}
+    buffers = {Buffer(k).name: b.detach().clone() for k, b in host(step).items() if is_kind(k, Kind.BUFFER)}
     return {
-        "output": dict(zip([a.name for a in manifest.outputs], joined, strict=True)),
+        "output": dict(zip([a.name for a in signature.outputs], joined, strict=True)),
         "gradient": gradients,
         "parameter": {k: p.detach().clone() for k, p in params.items()},
         "state": state,
@@ -213,22 +217,18 @@ def _outputs_of(step: Step, inputs: list[Tensor]) -> Tensors:
     for _, root in step.modules:
         root.eval()
     own = [t.detach().clone() for t in inputs]
-    with seeded(torch.tensor(next_seed(inference_base(SEED), 0))), _autocast(step):
+    with seeded(torch.tensor(next_seed(inference_base(SEED), 0))), step.autocast():
         leaves, shape, _ = flatten_outputs(step.call_model(unflatten(structure, iter(own))))
     return {k: t.detach().clone() for k, t in zip(names(shape, "output"), leaves, strict=True)}
 
 
-def _one_batch(manifest: Manifest, inputs: list[Tensor]) -> list[Tensor]:
+def _one_batch(signature: Signature, inputs: list[Tensor]) -> list[Tensor]:
     """The model's inputs for one micro-batch."""
     found = []
-    for argument, value in zip(manifest.inputs[: manifest.num_model_inputs], inputs, strict=False):
+    for argument, value in zip(signature.inputs[: signature.num_model_inputs], inputs, strict=False):
         several = list(value.shape) != argument.type.shape
-        found.append(value.chunk(manifest.num_micro_batches, dim=manifest.batch_dim or 0)[0] if several else value)
+        found.append(value.chunk(signature.num_micro_batches, dim=signature.batch_dim or 0)[0] if several else value)
     return found
-
-
-def _autocast(step: Step) -> torch.autocast:
-    return torch.autocast("cpu", torch.bfloat16, enabled=step.precision == "bfloat16")
 
 
 def host(step: Step) -> Tensors:
@@ -248,17 +248,18 @@ def _join(parts: list[Tensor], batch_dim: int | None) -> Tensor:
 
 
 def _probabilities(manifest: Manifest) -> list[Tensor]:
-    """Dropout probabilities in site order: hyperparameters that belong to no optimizer and no clipping."""
-    return [torch.tensor(value, dtype=torch.float64) for name, value in manifest.hyperparameters.items() if is_dropout(name)]
+    """Dropout probabilities in site order."""
+    hyper = manifest.hyperparameters.items()
+    return [torch.tensor(value, dtype=torch.float64) for name, value in hyper if hyper_kind(name) == Hyper.DROPOUT]
 
 
-def _leaves(manifest: Manifest, step: Step, inputs: list[Tensor], micro: int, num_micro: int) -> list[Tensor]:
+def _leaves(signature: Signature, step: Step, inputs: list[Tensor], micro: int, num_micro: int) -> list[Tensor]:
     own = [*flatten(step.inputs)[0], *flatten(step.targets)[0]]
     found = []
-    for argument, value, example in zip(manifest.inputs, inputs, own, strict=True):
+    for argument, value, example in zip(signature.inputs, inputs, own, strict=True):
         shape = argument.type.shape
         if num_micro > 1 and shape and list(value.shape) != shape:
-            value = value.chunk(num_micro, dim=manifest.batch_dim or 0)[micro]
+            value = value.chunk(num_micro, dim=signature.batch_dim or 0)[micro]
         leaf = value.detach().clone()
         found.append(leaf.requires_grad_() if example.requires_grad else leaf)
     return found

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from ..artifact.manifest import Manifest
+from ..artifact.manifest import Signature
 from ..artifact.reader import Artifact
 from ..artifact.structure import flatten
+from ..compiler.backends import backend_for
 from ..compiler.build import Compiled, Report, compile_step
 from ..compiler.cache import Cache
 from ..compiler.settle import Verdict
-from ..errors import TileworkError
+from ..errors import TileworkError, UserError
 from ..plan.options import Options
 from ..step import Step
 from .check import beside_module, random_inputs, repeated
@@ -22,10 +24,12 @@ from .sides import run_module
 
 
 def compile(
-    step: Step,
+    step: Step | Sequence[Step],
     path: str | Path,
     *,
     options: Options | None = None,
+    batch_sizes: Sequence[int] = (),
+    infer_batch_sizes: Sequence[int] = (),
     weights: Literal["separate", "inside", "none"] = "separate",
     cache: Cache | None = None,
     report: Report = lambda _: None,
@@ -33,33 +37,56 @@ def compile(
 ) -> Compiled:
     """Compile a training step into the artifact `path`. Weights go beside it, inside it, or nowhere.
 
-    verify   run a step beside eager PyTorch first. Where the native code is wrong, the compiler does with less of it, and says
-             so; an artifact that is wrong is never written. It costs a few eager steps: leave it out for very large models.
+    step          one, or several over the same weights, each a signature of the artifact (Step(name=...) names it).
+    batch_sizes   rows of a step: a signature for each, the first of them first. [64, 16] also runs a last batch of 16.
+    infer_batch_sizes  more sizes for which only inference is built.
+    verify        run a step beside eager PyTorch first. Where the native code is wrong, the compiler does with less of it, and
+                  says so; an artifact that is wrong is never written. It costs a few eager steps: leave it out for very large
+                  models.
     """
     options = options or Options()
-    judge = (lambda trial: _judge(trial, step)) if verify and options.device != "null" else None
-    return compile_step(step, path, options=options, weights=weights, cache=cache, report=report, judge=judge)
+    steps = signatures_of([step] if isinstance(step, Step) else list(step), batch_sizes, infer_batch_sizes)
+    judge = (lambda trial: _judge(trial, steps)) if verify and backend_for(options.device).computes else None
+    return compile_step(steps, path, options=options, weights=weights, cache=cache, report=report, judge=judge)
 
 
-def _judge(trial: Artifact, step: Step) -> Verdict:
-    try:
-        inputs, note = _inputs(trial.manifest, step)
-        expected = run_module(trial.manifest, step, inputs)
-    except TileworkError:
-        raise
-    except Exception as e:
-        return Verdict({}, f"not verified: eager PyTorch raises {type(e).__name__} on the inputs: {str(e)[:200]}", compared=False)
-    report = beside_module(trial, step, inputs, expected)
-    return Verdict({program: str(row) for program, row in report.wrong().items()}, note)
+def signatures_of(steps: list[Step], batch_sizes: Sequence[int], infer_batch_sizes: Sequence[int]) -> list[Step]:
+    """A step for each signature."""
+    wrong = [n for n in (*batch_sizes, *infer_batch_sizes) if not isinstance(n, int) or isinstance(n, bool) or n < 1]
+    if wrong or not steps:
+        raise UserError("signatures", "batch_sizes" if wrong else "no step", found=str(wrong or steps),
+                        expected="whole numbers, 1 or more" if wrong else "a Step, or several")  # fmt: skip
+    if (batch_sizes or infer_batch_sizes) and len(steps) > 1:
+        raise UserError("signatures", "batch sizes are for one step", found=f"{len(steps)} steps",
+                        fix="give one Step with batch_sizes=, or a Step for each signature")  # fmt: skip
+    first = steps[0]
+    if batch_sizes:
+        steps = [first if n == first.num_rows else first.with_rows(n) for n in dict.fromkeys(batch_sizes)]
+    return steps + [first.with_rows(n, train=False) for n in dict.fromkeys(infer_batch_sizes)]
 
 
-def _inputs(manifest: Manifest, step: Step) -> tuple[list[Tensor], str]:
+def _judge(trial: Artifact, steps: Sequence[Step]) -> Verdict:
+    manifest, reports, note = trial.manifest, [], ""
+    for signature, step in zip(manifest.signatures, steps, strict=True):
+        try:
+            inputs, note = _inputs(signature, step)
+            expected = run_module(manifest, signature, step, inputs)
+        except TileworkError:
+            raise
+        except Exception as e:
+            why = f"not verified: eager PyTorch raises {type(e).__name__} on the inputs: {str(e)[:200]}"
+            return Verdict({}, why, compared=False)
+        reports.append(beside_module(trial, signature, step, inputs, expected))
+    return Verdict({program: str(row) for report in reports for program, row in report.wrong().items()}, note)
+
+
+def _inputs(signature: Signature, step: Step) -> tuple[list[Tensor], str]:
     """The example inputs; generated ones where they are only shapes, or all the same number, which would hide mistakes."""
     examples = [t.detach() for t in (*flatten(step.inputs)[0], *flatten(step.targets)[0])]
     if step.examples == "shapes":
-        return random_inputs(manifest), "on generated inputs, since the examples are only shapes"
+        return random_inputs(signature), "on generated inputs, since the examples are only shapes"
     generator = torch.Generator().manual_seed(7)
     same = [t.is_floating_point() and t.numel() > 1 and bool((t == t.reshape(-1)[0]).all()) for t in examples]
     used = [torch.randn(t.shape, generator=generator).to(t.dtype) if s else t for t, s in zip(examples, same, strict=True)]
     note = "on the example inputs" + (", with random numbers where they are all the same" if any(same) else "")
-    return repeated(used, manifest), note
+    return repeated(used, signature), note

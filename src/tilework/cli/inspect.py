@@ -9,6 +9,7 @@ import msgspec
 import typer
 from rich.table import Table
 
+from ..artifact.manifest import Manifest, Signature
 from .common import out, print_json
 
 NAME = "inspect"
@@ -23,9 +24,10 @@ def command(
     trust: Annotated[bool, typer.Option(help="Accept a file that others could have changed.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON.")] = False,
 ) -> None:
-    from ..artifact.fingerprint import compare
+    from ..artifact.names import Buffer
     from ..artifact.reader import read_artifact
     from ..errors import UserError, did_you_mean
+    from ..runtime.fitting import compare
 
     a = read_artifact(artifact, trust=trust)
     m = a.manifest
@@ -40,12 +42,14 @@ def command(
         return
     out.print(f"{m.name}: format {m.format[0]}.{m.format[1]}, {m.producer}, {m.created}, for {m.fingerprint.device}")
     out.print(f"sha256 {a.digest}")
-    out.print(f"precision {m.precision}, {m.num_micro_batches} micro-batches a step, weights {m.weights.where}")
-    _arguments(m)
+    out.print(f"precision {m.precision}, weights {m.weights.where}")
+    for signature in m.signatures:
+        _signature(signature)
+    _parameters(m)
     _programs(m)
     memory: dict[str, int] = {}
     for name, entry in m.buffers.items():
-        kind = name.split("/")[0]
+        kind = str(Buffer(name).kind)
         memory[kind] = memory.get(kind, 0) + entry.type().num_bytes
     out.print("memory   " + ", ".join(f"{k} {v / 1e6:.3f} MB" for k, v in sorted(memory.items(), key=lambda kv: -kv[1])))
     if m.hyperparameters:
@@ -58,25 +62,37 @@ def command(
         _operators(a)
 
 
-def _arguments(m: object) -> None:
-    table = Table(box=None, pad_edge=False, title_justify="left")
-    for column in ("", "name", "type", ""):
-        table.add_column(column)
-    for i, argument in enumerate(m.inputs):  # type: ignore[attr-defined]
-        kind = "input" if i < m.num_model_inputs else "target"  # type: ignore[attr-defined]
-        table.add_row(kind, argument.name, str(argument.type.type()))
-    for argument in m.outputs:  # type: ignore[attr-defined]
-        table.add_row("output", argument.name, str(argument.type.type()), "loss" if argument.name in m.losses else "")  # type: ignore[attr-defined]
-    for p in m.parameters:  # type: ignore[attr-defined]
+def _signature(s: Signature) -> None:
+    micro = f", {s.num_micro_batches} micro-batches a step" if s.num_micro_batches > 1 else ""
+    out.print(f"signature {s.name}: {', '.join(s.programs.values())}{micro}", markup=False)
+    trains = any(role not in ("infer", "opt") for role in s.programs)
+    table = _table()
+    for i, argument in enumerate(s.inputs if trains else s.inputs[: s.num_model_inputs]):
+        table.add_row("input" if i < s.num_model_inputs else "target", argument.name, str(argument.type.type()))
+    for argument in s.outputs if trains else s.infer_outputs:
+        table.add_row("output", argument.name, str(argument.type.type()), "loss" if argument.name in s.losses and trains else "")
+    out.print(table)
+
+
+def _parameters(m: Manifest) -> None:
+    table = _table()
+    for p in m.parameters:
         table.add_row("parameter", p.name, str(p.type.type()), p.group or ("" if p.trainable else "frozen"))
     out.print(table)
 
 
-def _programs(m: object) -> None:
+def _table() -> Table:
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for column in ("", "name", "type", ""):
+        table.add_column(column)
+    return table
+
+
+def _programs(m: Manifest) -> None:
     table = Table(box=None, pad_edge=False)
     for column in ("program", "sections", "Mflop", "MB moved", "temporary MB"):
         table.add_column(column, justify="left" if column in ("program", "sections") else "right")
-    for name, p in m.programs.items():  # type: ignore[attr-defined]
+    for name, p in m.programs.items():
         table.add_row(
             name, "+".join(p.sections), f"{p.flops / 1e6:.3f}", f"{p.bytes / 1e6:.3f}", f"{p.temporary_bytes / 1e6:.3f}"
         )

@@ -27,6 +27,7 @@ def command(
     trust: Annotated[bool, typer.Option(help="Accept a file that others could have changed.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
+    from ..artifact.names import Kind
     from ..check.check import random_inputs, some_weights
     from ..runtime.session import load
 
@@ -34,9 +35,9 @@ def command(
     session = load(artifact, device=device, weights=weights, num_threads=threads, trust=trust)
     loading = time.perf_counter() - begin
     session.load_tensors(some_weights(session))
-    inputs = random_inputs(session.manifest)
-    manifest = session.manifest
-    samples = manifest.inputs[0].type.shape[0] * manifest.num_micro_batches if manifest.inputs[0].type.shape else 1
+    signature = session.manifest.signature
+    inputs = random_inputs(signature)
+    samples = signature.num_rows or 1
     rows: dict[str, dict[str, Any]] = {}
     with progress(quiet=json) as report:
 
@@ -44,20 +45,26 @@ def command(
             report(f"timing {name}")
             rows[name] = _time(once, seconds)
 
-        if session.fused and manifest.losses:
+        if session.fused and signature.losses:
             timed("step", lambda: session.run(*inputs))
-        if "fwd" in manifest.programs and manifest.num_micro_batches == 1:
+        if "fwd" in signature.programs and signature.num_micro_batches == 1:
             timed("fwd", lambda: session.run(*inputs, sections=["fwd"]))
-            session.run(*inputs, sections=["fwd"])
-            grads = None if manifest.losses else {a.name: session.buffers[f"output/{a.name}"] for a in manifest.outputs
-                                                 if f"outgrad/{a.name}" in session.buffers}  # fmt: skip
+            made = session.run(*inputs, sections=["fwd"]).flat
+            grads = None if signature.losses else {a.name: t for a, t in zip(signature.outputs, made, strict=True)
+                                                  if signature.buffer(Kind.OUTGRAD, a.name) in session.memory}  # fmt: skip
             timed("bwd", lambda: session.run(sections=["bwd"], out_grads=grads))
-            if "opt" in manifest.programs:
+            if "opt" in signature.programs:
                 timed("opt", lambda: session.run(sections=["opt"]))
-        timed(
-            "infer",
-            lambda: session.infer(*inputs[: manifest.num_model_inputs]) if manifest.num_micro_batches == 1 else None,
-        )
+        if signature.num_micro_batches == 1:
+            timed("infer", lambda: session.infer(*inputs[: signature.num_model_inputs]))
+        for other in session.manifest.signatures[1:]:
+            given = random_inputs(other)
+            if "step" in other.programs and other.losses:
+                timed(f"step {other.name}", lambda given=given, n=other.name: session.run(*given, signature=n))  # type: ignore[misc]
+            given = given[: other.num_model_inputs]
+            if other.num_micro_batches == 1:
+                timed(f"infer {other.name.removeprefix('infer_')}",
+                      lambda given=given, n=other.name: session.infer(*given, signature=n))  # type: ignore[misc]  # fmt: skip
     if json:
         print_json({"device": session.device_name, "samples_per_step": samples, "load_seconds": loading, "rows": rows})
         return

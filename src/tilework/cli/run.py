@@ -74,7 +74,7 @@ def command(
     took = time.perf_counter() - begin
     if not losses:
         raise UserError("data-empty", "the data gave no whole batch", found=data,
-                        expected=f"at least {session.manifest.inputs[0].type.shape[:1]} rows")  # fmt: skip
+                        expected=f"at least {session.manifest.signature.num_rows} rows")  # fmt: skip
     if save:
         session.save(save)
     summary = {"steps": len(losses), "seconds": round(took, 3), "steps_per_second": round(len(losses) / took, 1),
@@ -96,14 +96,15 @@ def _trained(session: Any, batches: Iterable[Any], limit: int | None) -> Iterato
     source = iter(itertools.islice(batches, limit))
     begin = time.perf_counter()
     yield from _calls(session, itertools.islice(source, 1), 1)
-    fused = session.manifest.programs.keys() & {"step", "accumulate"}
+    fused = session.fused is not None
     yield from _calls(session, source, max(1, min(256, int(0.2 / (time.perf_counter() - begin)))) if fused else 1)
 
 
 def _calls(session: Any, source: Iterator[Any], num_steps: int) -> Iterator[list[float]]:
     from ..runtime.loader import Loader
 
-    chunks = Loader(source, num_steps=num_steps).chunks(session.manifest.batch_dim)
+    sizes = [c.signature.num_rows for c in session.calls if c.fused]
+    chunks = Loader(source, num_steps=num_steps).chunks(session.manifest.signature.batch_dim, sizes)
     while True:
         with user_code("reading the data"):
             chunk = next(chunks, None)
@@ -125,16 +126,16 @@ def _batches(data: str, folder: Path | None, session: Any, seed: int) -> Callabl
     from ..errors import UserError
     from ..zoo import digits
 
-    manifest = session.manifest
-    rows = manifest.inputs[0].type.shape[0] * manifest.num_micro_batches if manifest.inputs[0].type.shape else 1
+    signature = session.manifest.signature
+    rows = signature.num_rows or 1
     if data == "random":
-        return lambda epoch: [random_inputs(session.manifest, seed + epoch)]
+        return lambda epoch: [random_inputs(signature, seed + epoch)]
     if data == "digits":
         x, y = digits.load("train", folder)
-        shape = manifest.inputs[0].type.shape
-        if math.prod(shape[1:]) != 784 or len(manifest.inputs) != 2:
+        shape = signature.inputs[0].type.shape
+        if math.prod(shape[1:]) != 784 or len(signature.inputs) != 2:
             raise UserError("data-shape", "this artifact does not take digits",
-                            found=", ".join(f"{a.name} {a.type.type()}" for a in manifest.inputs),
+                            found=", ".join(f"{a.name} {a.type.type()}" for a in signature.inputs),
                             expected="images of 784 values, and labels")  # fmt: skip
         return lambda epoch: ((a.reshape(rows, *shape[1:]), b) for a, b in digits.batches(x, y, rows, seed + epoch))
     function = find_function(data)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import datetime
 import gc
 import hashlib
-import platform
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +18,7 @@ import torch
 from .. import __version__, hosts
 from ..artifact.manifest import (
     FORMAT_VERSION,
-    Argument,
+    Bucket,
     Fingerprint,
     Group,
     Manifest,
@@ -29,18 +28,20 @@ from ..artifact.manifest import (
     Weights,
 )
 from ..artifact.manifest import Tensor as TensorEntry
+from ..artifact.names import Buffer, Kind
 from ..artifact.reader import Artifact
 from ..artifact.writer import initial_bytes, require_replaceable, write_artifact, write_whole
-from ..capture.capture import StepGraph, capture
-from ..errors import TileworkWarning
+from ..capture.capture import Constants, StepGraph, capture
+from ..errors import TileworkWarning, UserError
 from ..plan.options import Options
 from ..plan.plan import Plan, plan
 from ..step import Step
-from .backends import Built, backend_for
+from .backends import backend_for
 from .cache import Cache, disk_errors
 from .settle import Called, Made, Settled, Settling, Verdict
 
 Report = Callable[[str], None]
+BUCKET_BYTES = 25 << 20  # of gradients that are reduced in one go: large enough for bandwidth, small enough to overlap
 Judge = Callable[[Artifact], Verdict]  # of an artifact that is not written yet, without weights
 
 
@@ -62,7 +63,7 @@ class Compiled:
 
 
 def compile_step(
-    step: Step,
+    step: Step | Sequence[Step],
     path: str | Path,
     *,
     options: Options | None = None,
@@ -71,9 +72,10 @@ def compile_step(
     report: Report = lambda _: None,
     judge: Judge | None = None,
 ) -> Compiled:
-    """Compile a training step into the artifact `path`. Weights go beside it, inside it, or nowhere. `judge` runs what was built
-    beside the model and says which programs are wrong; tilework.compile has one."""
-    path = Path(path)
+    """Compile a training step into the artifact `path`; or several, each a signature over the same weights. Weights go beside
+    it, inside it, or nowhere. `judge` runs what was built beside the model and says which programs are wrong; tilework.compile
+    has one."""
+    path, steps = Path(path), [step] if isinstance(step, Step) else list(step)
     options = options or Options()
     beside = path.with_suffix(".safetensors") if weights == "separate" else None
     if beside is not None:
@@ -88,12 +90,13 @@ def compile_step(
         clock = now
 
     with _rare_garbage_collection():
-        graph = _captured(step, options, report)
+        graphs = _captured(steps, options, report)
         lap("capture")
 
         def make(options: Options, called: Called) -> Made:
-            planned = replace(plan(graph, options), called=called)
-            built = backend_for(options.device).build(path.stem, planned, cache, report)
+            maker = backend_for(options.device)
+            planned = replace(plan(graphs, options, maker.passes), called=called)
+            built = maker.build(path.stem, planned, cache, report)
             return Made(replace(planned, called=built.called), built)
 
         def judged(made: Made) -> Verdict:
@@ -105,8 +108,8 @@ def compile_step(
                     manifest=make_manifest(path.stem, made, Weights(where="none")),
                     digest="",
                     members={},
-                    native=_native_members(made.built),
-                    constants=_constants(graph, made.plan),
+                    native=made.built.members,
+                    constants=_constants(made.plan),
                     weights=None,
                     graphs=made.plan.programs,
                     report="",
@@ -123,7 +126,7 @@ def compile_step(
         lap("build")
         seconds["build"] = round(seconds["build"] - seconds.get("verify", 0.0), 3)
     report("writing the artifact")
-    data = initial_bytes(graph.weights) if weights != "none" else None
+    data = initial_bytes(graphs[0].weights) if weights != "none" else None
     sha256 = hashlib.sha256(data).hexdigest() if beside is not None and data is not None else None
     with disk_errors(f"writing {path}"):
         if beside is not None and data is not None:
@@ -135,34 +138,64 @@ def compile_step(
             path,
             make_manifest(path.stem, made, where, verification),
             made.plan.programs,
-            _native_members(made.built),
-            _constants(graph, made.plan),
+            made.built.members,
+            _constants(made.plan),
             data if weights == "inside" else None,
             _report(made, verification, seconds),
         )
     lap("write")
-    hosts.remember(digest, step.model, step.optimizers, step.loss)
+    hosts.remember(digest, steps[0].model, steps[0].optimizers, steps[0].loss)
     for retreat in settled.retreats:
         warnings.warn(f"{path}: {retreat}: generated code was wrong there, so it is not used", TileworkWarning, stacklevel=2)
     return Compiled(path, beside, digest, made.plan, made.built.notes, seconds, verification)
 
 
-def _captured(step: Step, options: Options, report: Report) -> StepGraph:
+def _captured(steps: Sequence[Step], options: Options, report: Report) -> list[StepGraph]:
     sections = options.programs != "fused" or "fuse" in options.disable
-    return capture(step, keep_momentum=options.keep_momentum, sections=sections, report=report)
+    constants, graphs = Constants(), list[StepGraph]()
+    for step in steps:
+        if len(steps) > 1:
+            report(f"signature {step.signature_name}")
+        graphs.append(capture(step, keep_momentum=options.keep_momentum, sections=sections, constants=constants, report=report))
+    _check_signatures(graphs)
+    return graphs
 
 
-def _constants(graph: StepGraph, planned: Plan) -> dict[str, torch.Tensor]:
-    """Values that belong to the program: constants of the graph, and buffers that no file of weights has."""
-    own = {f"buffer/{k}": graph.weights[f"buffer/{k}"] for k in graph.transient if f"buffer/{k}" in graph.weights}
-    return {k: t for k, t in {**graph.constants, **own}.items() if k in planned.buffers}
+def _check_signatures(graphs: Sequence[StepGraph]) -> None:
+    """Every name is there once, and every signature uses the same tensors under the same names."""
+    first, names = graphs[0], [g.signature.name for g in graphs]
+    if len(set(names)) != len(names):
+        raise UserError("signatures", "two signatures have the same name", found=", ".join(names),
+                        fix="give each batch size once, or name them: Step(name=...)")  # fmt: skip
+    for graph in graphs[1:]:
+        other = [b for b, t in graph.weights.items() if b in first.weights and first.weights[b].data_ptr() != t.data_ptr()]
+        more = [b for b in graph.weights if b not in first.weights]
+        groups = [g["prefix"] for g in graph.groups if g not in first.groups] if graph.train else []
+        if other or more or groups:
+            raise UserError(
+                "signatures", f"signature {graph.signature.name} does not use the weights of the first one",
+                found=", ".join((*other, *more, *groups)[:10]),
+                expected=f"the parameters, buffers and optimizers of signature {first.signature.name}",
+                fix="give steps of one model and the same optimizers; the one that uses most of the model first",
+            )  # fmt: skip
 
 
-def plan_step(step: Step, options: Options | None = None, *, report: Report = lambda _: None) -> Plan:
+def _constants(planned: Plan) -> dict[str, torch.Tensor]:
+    """Values that belong to the programs: constants of the graphs, and buffers that no file of weights has."""
+    found: dict[str, torch.Tensor] = {}
+    for graph in planned.steps:
+        found |= graph.constants
+        own = [Buffer.of(Kind.BUFFER, k) for k in graph.transient]
+        found |= {b: graph.weights[b] for b in own if b in graph.weights}
+    return {k: t for k, t in found.items() if k in planned.buffers}
+
+
+def plan_step(step: Step | Sequence[Step], options: Options | None = None, *, report: Report = lambda _: None) -> Plan:
     """What compile_step would build: programs, memory and cost. Nothing is built."""
     options = options or Options()
     with _rare_garbage_collection():
-        return plan(_captured(step, options, report), options)
+        graphs = _captured([step] if isinstance(step, Step) else step, options, report)
+        return plan(graphs, options, backend_for(options.device).passes)
 
 
 @contextmanager
@@ -175,13 +208,6 @@ def _rare_garbage_collection() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
-
-
-def _native_members(built: Built) -> dict[str, bytes]:
-    members = {f"native/{library}.so": code for library, code in built.libraries.items()}
-    if built.driver is not None:
-        members["native/driver.so"] = built.driver
-    return members
 
 
 def _report(made: Made, verification: Verification, seconds: dict[str, float]) -> str:
@@ -201,20 +227,12 @@ def make_manifest(name: str, made: Made, weights: Weights, verification: Verific
         name=name,
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         producer=f"tilework {__version__}",
-        inputs=[Argument(name=k, type=TensorEntry.of(t)) for k, t in step.inputs.items()],
-        num_model_inputs=step.num_model_inputs,
-        input_structure=step.input_structure,
-        outputs=[Argument(name=k, type=TensorEntry.of(t)) for k, t in step.outputs.items()],
-        output_structure=step.output_structure,
-        infer_outputs=[Argument(name=k, type=TensorEntry.of(t)) for k, t in step.infer_outputs.items()],
-        infer_structure=step.infer_structure,
-        losses=list(step.losses),
-        separate_loss=step.separate_loss,
-        batch_dim=step.batch_dim,
-        num_micro_batches=step.num_micro_batches,
-        accumulate=step.accumulate,  # type: ignore[arg-type]
+        signatures=list(planned.signatures),
         precision=step.precision,  # type: ignore[arg-type]
-        parameters=[Parameter(name=k, type=TensorEntry.of(planned.buffers[f"param/{k}"]), **p) for k, p in step.params.items()],
+        num_replicas=options.num_replicas,
+        parameters=[
+            Parameter(name=k, type=TensorEntry.of(planned.buffers[Buffer.of(Kind.PARAM, k)]), **p) for k, p in step.params.items()
+        ],
         groups=[Group(**g) for g in step.groups],
         hyperparameters=step.hyper,
         programs={
@@ -223,7 +241,7 @@ def make_manifest(name: str, made: Made, weights: Weights, verification: Verific
                 buffers=list(g.buffers),
                 writes=sorted(g.written),
                 graph=f"graphs/{p}.json",
-                code=f"native/{built.library_of[p]}.so" if p in built.library_of else None,
+                code=built.code_of.get(p),
                 abi=g.abi(),
                 flops=planned.costs[p].flops,
                 bytes=planned.costs[p].bytes,
@@ -233,15 +251,15 @@ def make_manifest(name: str, made: Made, weights: Weights, verification: Verific
             for p, g in planned.programs.items()
         },
         buffers={b: TensorEntry.of(t) for b, t in planned.buffers.items()},
+        native=sorted(built.members),
+        buckets=buckets(planned),
         weights=weights,
         metadata=step.metadata,
         fingerprint=Fingerprint(
             format=list(FORMAT_VERSION),
-            device=options.device,  # type: ignore[arg-type]
+            device=options.device,
             torch=torch_version,
-            architecture=platform.machine(),
-            features=built.features,
-            glibc=built.glibc,
+            needs=built.needs,
             options={
                 "programs": options.programs,
                 "isa": options.isa,
@@ -252,7 +270,22 @@ def make_manifest(name: str, made: Made, weights: Weights, verification: Verific
             },
         ),
         verification=verification,
-        checks=step.checks,
         aliases=step.aliases,
-        transient=[k for k in step.transient if f"buffer/{k}" in planned.buffers],
+        transient=[k for k in step.transient if Buffer.of(Kind.BUFFER, k) in planned.buffers],
     )
+
+
+def buckets(planned: Plan) -> list[Bucket]:
+    """Gradients side by side in memory, by type, in the order in which the backward pass makes them: the last layers' first."""
+    reads = {b for p, g in planned.programs.items() if planned.sections[p] == ("opt",) for b in g.reads}
+    found: list[Bucket] = []
+    open_: dict[str, list[str]] = {}
+    for buffer, kind in planned.buffers.items():
+        if Buffer(buffer).kind != Kind.GRAD or buffer not in reads:
+            continue
+        room = open_.setdefault(kind.dtype, [])
+        if room and sum(planned.buffers[b].num_bytes for b in room) + kind.num_bytes > BUCKET_BYTES:
+            found.append(Bucket(dtype=kind.dtype, buffers=list(room)))
+            room.clear()
+        room.append(buffer)
+    return found + [Bucket(dtype=dtype, buffers=room) for dtype, room in open_.items() if room]

@@ -13,7 +13,7 @@ from ..errors import BugError
 from ..plan.aliases import is_view
 from ..plan.options import PASSES, Options
 from ..plan.plan import Plan
-from .backends import Built
+from .backends import Built, backend_for
 
 Called = dict[str, tuple[str, ...]]  # program -> operators that are called through the dispatcher
 
@@ -59,17 +59,21 @@ class Settling:
         verdict = self.judge(made)
         if not verdict.wrong:
             return Settled(made, verdict.note, verdict.compared)
-        if self.options.device != "cpu" or self.judge(self.make(replace(self.options, device="reference"), {})).wrong:
+        if (
+            not backend_for(self.options.device).generates
+            or self.judge(self.make(replace(self.options, device="reference"), {})).wrong
+        ):
             raise _failed(verdict, "the graph that was captured from the model")
         self.report("the native code is wrong here: trying with less")
         made, verdict = self._without_a_pass(made, verdict)
         while verdict.wrong:
             program = next(iter(verdict.wrong))
-            if "*" in self.called.get(program, ()) and program == "bwd" and "*" not in self.called.get("fwd", ()):
-                program = "fwd"  # it looks right, but what it keeps for bwd cannot be
-                verdict = replace(verdict, wrong={"fwd": verdict.wrong["bwd"]})
-                self.called["fwd"] = ("*",)
-                self.retreats.append(f"fwd: all operators called through torch's dispatcher ({verdict.wrong['fwd']})")
+            forward = made.plan.siblings(program).get("fwd", "")
+            backward = made.plan.roles[program] == "bwd"
+            if "*" in self.called.get(program, ()) and backward and "*" not in self.called.get(forward, ()):
+                # fwd looks right, but what it keeps for bwd cannot be
+                self.called[forward] = ("*",)
+                self.retreats.append(f"{forward}: all operators called through torch's dispatcher ({verdict.wrong[program]})")
                 made, verdict = self._attempt(self.options, self.called)
             elif "*" in self.called.get(program, ()):
                 raise _failed(verdict, f"program {program}")

@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from ..artifact.graph import DTYPES, Graph, Node, Ref, TensorType
+from ..artifact.names import Kind, is_kind
 from ..errors import BugError
 from ..plan.aliases import operator_named
 
@@ -67,7 +68,7 @@ class _Translation:
                 made.meta["original_aten"] = made.target  # Inductor names its loops by these
         self.fx.eliminate_dead_code()
         graph = fx_graph_cse(self.fx)
-        kept = {f"arg{i}_1" for i, b in enumerate(self.graph.buffers) if b.startswith("saved/")}
+        kept = {f"arg{i}_1" for i, b in enumerate(self.graph.buffers) if is_kind(b, Kind.SAVED)}
         _compute_once(graph, kept)
         verify_order(graph, self.graph.name)
         return torch.fx.GraphModule({}, graph)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ..artifact.graph import Graph, Node, Ref, TensorType
+from ..artifact.names import Kind, is_kind
 
 
 def join(name: str, graphs: Sequence[Graph], keep: Callable[[str], bool]) -> Graph:
@@ -45,7 +46,7 @@ def accumulate(joint: Graph) -> Graph:
     reads = list(joint.reads)
     types = dict(joint.types)
     for buffer, value in joint.writes:
-        if not buffer.startswith("grad/") or buffer.startswith("grad/input/"):
+        if not is_kind(buffer, Kind.GRAD):
             writes.append((buffer, value))
             continue
         kind = (types[buffer],)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..errors import UserError, did_you_mean
+from ..found import device_names
 
-DEVICES = ("cpu", "reference", "null")
 PASSES = ("fuse", "join", "sums", "small_convolutions", "products", "updates", "channels_last", "pieces")
 
 
@@ -25,13 +25,15 @@ class Options:
     opt_level: int = 3  # of the native compiler; 1 compiles faster and runs a little slower
     keep_momentum: bool = False  # room for momentum although the optimizer starts with none
     keep_gradients: bool = False  # the fused step writes gradients to their buffers, so that they can be read
+    split_update: bool = False  # the optimizer's update is a program of its own, as with several micro-batches: for replicas
+    num_replicas: int = 1  # that it is meant for; it runs with any number
     piece_size: int = 400  # operators: longer programs are generated and compiled in pieces, on several cores
     disable: tuple[str, ...] = ()  # passes to leave out
 
     def __post_init__(self) -> None:
         problems = []
-        if self.device not in DEVICES:
-            problems.append(f"device: found {self.device!r}; {did_you_mean(self.device, DEVICES)}")
+        if self.device not in device_names():
+            problems.append(f"device: found {self.device!r}; {did_you_mean(self.device, device_names())}")
         if self.programs not in ("all", "fused", "sections"):
             problems.append(f"programs: found {self.programs!r}; known: all, fused, sections")
         here = platform.machine()
@@ -39,6 +41,8 @@ class Options:
             problems.append(f"isa: found {self.isa!r}; known on {here}: {', '.join(known_isas(here))}")
         if self.opt_level not in (0, 1, 2, 3):
             problems.append(f"opt_level: found {self.opt_level}, expected 0 to 3")
+        if self.num_replicas < 1:
+            problems.append(f"num_replicas: found {self.num_replicas}, expected 1 or more")
         if self.piece_size < 1:
             problems.append(f"piece_size: found {self.piece_size}, expected 1 or more")
         problems += [f"disable: no pass {p!r}; {did_you_mean(p, PASSES)}" for p in self.disable if p not in PASSES]

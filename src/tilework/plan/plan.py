@@ -5,11 +5,15 @@ A pure function. A Plan can be printed before anything is built.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
+
 from ..artifact.graph import Graph, TensorType
+from ..artifact.manifest import Signature
+from ..artifact.names import OWN, Buffer, Kind, is_kind
 from ..capture.capture import StepGraph
 from ..errors import BugError, UserError
 from .convolutions import small_convolutions
@@ -26,9 +30,10 @@ from .verify import verify
 
 @dataclass(frozen=True)
 class Plan:
-    step: StepGraph
+    steps: tuple[StepGraph, ...]  # one for each signature, over the same weights
+    signatures: tuple[Signature, ...]
     options: Options
-    programs: dict[str, Graph]  # name -> graph over buffers
+    programs: dict[str, Graph]  # name -> graph over buffers; those of the first signature are called after what they do
     sections: dict[str, tuple[str, ...]]  # program -> the sections it carries out
     buffers: dict[str, TensorType]  # every buffer that a session allocates
     costs: dict[str, Cost]
@@ -41,10 +46,23 @@ class Plan:
         """Bytes by kind of buffer, and the largest program's temporaries: what a session will need."""
         total: dict[str, int] = {}
         for name, kind in self.buffers.items():
-            group = name.split("/")[0]
+            group = str(Buffer(name).kind)
             total[group] = total.get(group, 0) + kind.num_bytes
         total["temporary"] = max((c.temporary_bytes for c in self.costs.values()), default=0)
         return total
+
+    @property
+    def step(self) -> StepGraph:
+        return self.steps[0]
+
+    @property
+    def roles(self) -> dict[str, str]:
+        """Program -> what it does for its signature: step, accumulate, fwd, bwd, opt or infer."""
+        return {name: role for s in self.signatures for role, name in s.programs.items()}
+
+    def siblings(self, program: str) -> dict[str, str]:
+        """Role -> program, of the signature that a program belongs to."""
+        return next(s.programs for s in self.signatures if program in s.programs.values())
 
     def __str__(self) -> str:
         lines = []
@@ -75,52 +93,30 @@ CHANGES: dict[str, Callable[[Mapping[str, Graph]], dict[str, Graph]]] = {
 }
 
 
-def plan(step: StepGraph, options: Options) -> Plan:
-    sections = step.sections
+def plan(steps: Sequence[StepGraph], options: Options, passes: Sequence[str] = ()) -> Plan:
+    """`passes`: those that the device's backend asks for, of CHANGES and "pieces"."""
     programs: dict[str, Graph] = {}
     carries: dict[str, tuple[str, ...]] = {}
-
-    def add(name: str, graph: Graph, *carried: str) -> None:
-        programs[name], carries[name] = graph, carried
-
-    fuse = "fuse" not in options.disable and options.programs != "sections"
-    micro = step.num_micro_batches
-    split = micro > 1 or ("join" in options.disable and "opt" in sections)  # the update is a program of its own
-    if "joint" in sections and (fuse or micro > 1):
-        if split:
-            add("accumulate", accumulate(sections["joint"]), "fwd", "bwd")
-        elif "opt" in sections:
-
-            def keep(buffer: str) -> bool:
-                return options.keep_gradients or not buffer.startswith("grad/") or buffer.startswith("grad/input/")
-
-            add("step", join("step", [sections["joint"], sections["opt"]], keep), "fwd", "bwd", "opt")
-        else:  # gradients only: no optimizer
-            add("step", join("step", [sections["joint"]], lambda _: True), "fwd", "bwd")
-    if options.programs in ("all", "sections") or "joint" not in sections or not fuse:
-        for name in ("fwd", "bwd"):
-            if name in sections:
-                add(name, sections[name], name)
-    if "opt" in sections and ("bwd" in programs or "accumulate" in programs):
-        add("opt", sections["opt"], "opt")
-    add("infer", sections["infer"], "infer")
-    if micro > 1 and not step.losses:
-        raise UserError(
-            "accumulate-loss",
-            "gradient accumulation needs a loss that is computed on the device",
-            found="no loss: forward returns no scalar, and no loss function was given",
-            expected="loss=... (a function, or the position of the loss among forward's outputs)",
-        )
+    signatures: list[Signature] = []
+    for step in steps:
+        prefix = step.signature.name if signatures else ""
+        roles: dict[str, str] = {}
+        for role, (graph, carried) in _programs(step, options).items():
+            graph = graph.with_buffers(lambda b, p=prefix: f"{p}:{b}" if p and is_kind(b, *OWN) else b)  # type: ignore[misc]
+            same = next((p for p, g in programs.items() if carries[p] == carried and _equal(g, graph)), None)
+            roles[role] = name = same or _named(role, prefix)
+            if same is None:
+                programs[name], carries[name] = replace(graph, name=name), carried
+        signatures.append(msgspec.structs.replace(step.signature, prefix=prefix, programs=roles))
     seen: dict[Any, Any] = {}
     for graph in programs.values():
         verify(graph, "capture", None, seen)
-    if options.device == "cpu":
-        for name, change in CHANGES.items():
-            if name not in options.disable:
-                changed = change(programs)
-                for program, graph in changed.items():
-                    verify(graph, f"pass {name}", programs[program], seen)
-                programs = changed
+    for name, change in CHANGES.items():
+        if name in passes and name not in options.disable:
+            changed = change(programs)
+            for program, graph in changed.items():
+                verify(graph, f"pass {name}", programs[program], seen)
+            programs = changed
     buffers: dict[str, TensorType] = {}
     for graph in programs.values():
         for buffer, kind in graph.types.items():
@@ -128,12 +124,53 @@ def plan(step: StepGraph, options: Options) -> Plan:
                 raise BugError(
                     "plan-types", f"programs disagree about buffer {buffer}: {buffers[buffer]} and {kind} in {graph.name}"
                 )
-    for name, kind in step.inputs.items():
-        buffers.setdefault(f"input/{name}", kind)
-    for buffer, tensor in step.weights.items():
-        buffers.setdefault(buffer, TensorType.of(tensor))
+    for step, signature in zip(steps, signatures, strict=True):
+        for argument in signature.inputs:
+            buffers.setdefault(signature.buffer(Kind.INPUT, argument.name), argument.type.type())
+        for buffer, tensor in step.weights.items():
+            buffers.setdefault(buffer, TensorType.of(tensor))
     costs = {name: cost_of(graph) for name, graph in programs.items()}
     cuts = {}
-    if options.device == "cpu" and "pieces" not in options.disable:
+    if "pieces" in passes and "pieces" not in options.disable:
         cuts = {name: made for name, graph in programs.items() if (made := cut(graph, options.piece_size)) is not None}
-    return Plan(step, options, programs, carries, buffers, costs, cuts=cuts)
+    return Plan(tuple(steps), tuple(signatures), options, programs, carries, buffers, costs, cuts=cuts)
+
+
+def _named(role: str, prefix: str) -> str:
+    """step, step_16; infer_8 also where that is already the signature's own name."""
+    return f"{role}_{prefix.removeprefix(f'{role}_')}" if prefix else role
+
+
+def _equal(a: Graph, b: Graph) -> bool:
+    return a.buffers == b.buffers and len(a.nodes) == len(b.nodes) and a.abi() == b.abi() and a.digest() == b.digest()
+
+
+def _programs(step: StepGraph, options: Options) -> dict[str, tuple[Graph, tuple[str, ...]]]:
+    """Role -> (graph, the sections that it carries out), for one signature."""
+    sections, made = step.sections, dict[str, tuple[Graph, tuple[str, ...]]]()
+    fuse = "fuse" not in options.disable and options.programs != "sections"
+    micro = step.signature.num_micro_batches
+    if micro > 1 and step.train and not step.signature.losses:
+        raise UserError(
+            "accumulate-loss",
+            "gradient accumulation needs a loss that is computed on the device",
+            found="no loss: forward returns no scalar, and no loss function was given",
+            expected="loss=... (a function, or the position of the loss among forward's outputs)",
+        )
+    split = micro > 1 or options.split_update or ("join" in options.disable and "opt" in sections)
+    if "joint" in sections and (fuse or micro > 1):
+        if split:
+            made["accumulate"] = accumulate(sections["joint"]), ("fwd", "bwd")
+        elif "opt" in sections:
+            graph = join(
+                "step", [sections["joint"], sections["opt"]], lambda b: options.keep_gradients or not is_kind(b, Kind.GRAD)
+            )
+            made["step"] = graph, ("fwd", "bwd", "opt")
+        else:  # gradients only: no optimizer
+            made["step"] = join("step", [sections["joint"]], lambda _: True), ("fwd", "bwd")
+    if options.programs in ("all", "sections") or "joint" not in sections or not fuse:
+        made |= {name: (sections[name], (name,)) for name in ("fwd", "bwd") if name in sections}
+    if "opt" in sections and ("bwd" in made or "accumulate" in made):
+        made["opt"] = sections["opt"], ("opt",)
+    made["infer"] = sections["infer"], ("infer",)
+    return made

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..artifact.graph import DTYPES, dtype_name
-from ..artifact.manifest import Argument, Manifest
+from ..artifact.manifest import Argument, Signature
 from ..artifact.structure import Structure, flatten
 from ..errors import TileworkWarning, UserError, did_you_mean
 from ..tiles.page import ALOAD, Slot
@@ -79,15 +79,15 @@ def flat_inputs(args: tuple[Any, ...], expected: list[Argument], structure: Stru
     return [torch.as_tensor(leaf) for leaf in leaves]
 
 
-def by_name(manifest: Manifest, args: tuple[Any, ...], named: dict[str, Any], *, infer: bool = False) -> tuple[Any, ...]:
+def by_name(signature: Signature, args: tuple[Any, ...], named: dict[str, Any], *, infer: bool = False) -> tuple[Any, ...]:
     """The inputs of run(**batch): the model's keywords as they were compiled, or the arguments by their names."""
-    kind, *rest = manifest.input_structure[1]
+    kind, *rest = signature.input_structure[1]
     if kind == "dict" and not args:
         model, others = {k: v for k, v in named.items() if k in rest[0]}, {k: v for k, v in named.items() if k not in rest[0]}
-        _check_names(model, manifest.input_structure[1])
-        targets = _in_order(manifest.inputs[manifest.num_model_inputs :], others) if others else ()
+        _check_names(model, signature.input_structure[1])
+        targets = _in_order(signature.inputs[signature.num_model_inputs :], others) if others else ()
         return (model, targets) if targets else (model,)
-    expected = manifest.inputs[: manifest.num_model_inputs] if infer else manifest.inputs
+    expected = signature.inputs[: signature.num_model_inputs] if infer else signature.inputs
     return (*args, *_in_order(expected[len(flatten(args, _is_leaf)[0]) :], named))
 
 

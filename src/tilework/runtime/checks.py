@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Literal
 
-from torch import Tensor
-
-from ..artifact.manifest import Manifest
+from ..artifact.manifest import Signature
+from ..artifact.names import Kind
 from ..errors import TileworkError, UserError
+from .sync import Buffers
 
 
 def raise_failed(
-    manifest: Manifest,
-    buffers: Mapping[str, Tensor],
+    signature: Signature,
+    memory: Buffers,
     section: Literal["fwd", "infer"],
     error: Exception,
     *,
     undone: bool = False,
 ) -> None:
     """The model's error for the first check that has failed; nothing where none has."""
-    values = buffers.get(f"check/{section}")
-    failed = values.isnan().nonzero().flatten().tolist() if values is not None else []
+    buffer = signature.buffer(Kind.CHECK, section)
+    failed = memory.read(buffer).isnan().nonzero().flatten().tolist() if buffer in memory else []
     if not failed:
         return
-    check = manifest.checks[section][failed[0]]
+    check = signature.checks[section][failed[0]]
     step = "the step was undone" if undone else "the step has changed the weights"
     raise UserError(
         "run-check",
@@ -34,9 +33,9 @@ def raise_failed(
     ) from error
 
 
-def broken_off(error: TileworkError, manifest: Manifest) -> TileworkError:
+def broken_off(error: TileworkError, signature: Signature) -> TileworkError:
     """The error of a step whose native code gave up; with the model's checks where it has any, since one of them may be why."""
-    checks = manifest.checks.get("fwd")
+    checks = signature.checks.get("fwd")
     if error.id not in ("input-values", "native-run") or not checks:
         return error
     said = "".join(f"\n    {c.text} ({c.where})" for c in checks)  # whether they held is not known

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +42,7 @@ class Loader:
     source      a torch DataLoader, any iterable of batches, or data in memory: tensors or arrays of equal length, or a
                 TensorDataset (then batch_size is needed)
     num_steps   steps to a chunk, which session.loop runs in one call; the last chunk may have fewer
-    drop_last   leave out a last batch that is smaller than the others; otherwise such a batch is an error
+    drop_last   leave out a last batch that is smaller than the others; otherwise the artifact must have a signature of its size
     prefetch    how many chunks may be ready ahead
     shuffle, seed   for data in memory; without a seed the order is drawn from torch's global generator
     """
@@ -84,25 +84,26 @@ class Loader:
     def __iter__(self) -> Iterator[Chunk]:
         return self.chunks()
 
-    def chunks(self, batch_dim: int | None = 0) -> Iterator[Chunk]:
-        """One pass over the source. The batches of a chunk lie side by side along `batch_dim`."""
+    def chunks(self, batch_dim: int | None = 0, sizes: Sequence[int] = ()) -> Iterator[Chunk]:
+        """One pass over the source. The batches of a chunk lie side by side along `batch_dim`. `sizes`: rows that a last batch
+        may have where it is smaller than the others; it is a chunk of its own."""
         if isinstance(self._source, _Rows):
             order = self._source.order()
             if order is None and batch_dim == 0:
-                yield from self._source.slices(self.num_steps)
+                yield from self._source.slices(self.num_steps, sizes)
                 return
-            produce = self._source.gathered(order, self.num_steps) if batch_dim == 0 else None
+            produce = self._source.gathered(order, self.num_steps, sizes) if batch_dim == 0 else None
             if produce is not None:
                 yield from _ahead(produce, self.prefetch)
                 return
-            batches: Iterator[Any] = self._source.batches(order)
+            batches: Iterator[Any] = self._source.batches(order, sizes)
         else:
             batches = iter(self._source)
         # The first batch is taken here and not in the background: that is when a shuffling sampler draws its seed.
         first = next(batches, _END)
         if first is _END:
             return
-        yield from _ahead(_copier(batches, first, self.num_steps, batch_dim or 0, self.drop_last), self.prefetch)
+        yield from _ahead(_copier(batches, first, self.num_steps, batch_dim or 0, self.drop_last, sizes), self.prefetch)
 
 
 # ---- data in memory ----
@@ -163,27 +164,29 @@ class _Rows:
         self.tensors, self.structure = found
         self.batch_size, self.order, self.drop_last = batch_size, order, drop_last
 
-    def _num_batches(self, length: int) -> int:
-        if length % self.batch_size and not self.drop_last:
+    def _parts(self, length: int, num_steps: int, sizes: Sequence[int]) -> list[tuple[int, int, int]]:
+        """Chunks of whole batches, and the rest: (first row, last row + 1, steps)."""
+        rest = 0 if self.drop_last else length % self.batch_size
+        if rest and rest not in sizes:
             raise UserError("loader-short", f"{length} samples do not divide into batches of {self.batch_size}",
-                            found=f"a last batch of {length % self.batch_size}", expected="equal batches: shapes are fixed",
-                            fix="drop_last=True leaves the last ones out, or choose another batch size")  # fmt: skip
-        return length // self.batch_size
+                            found=f"a last batch of {rest}", expected="equal batches, or a signature of that size",
+                            fix=f"compile with batch_sizes=[{self.batch_size}, {rest}]; or drop_last=True leaves the last ones "
+                            "out; or choose another batch size")  # fmt: skip
+        whole, size = length - length % self.batch_size, num_steps * self.batch_size
+        parts = [(at, min(at + size, whole), (min(at + size, whole) - at) // self.batch_size) for at in range(0, whole, size)]
+        return parts + ([(whole, length, 1)] if rest else [])
 
     def _chunk(self, leaves: list[Tensor], num_steps: int) -> Chunk:
         whole = unflatten(self.structure, iter(leaves))
         return Chunk(whole if isinstance(whole, tuple) else (whole,), num_steps)
 
-    def slices(self, num_steps: int) -> Iterator[Chunk]:
-        total = self._num_batches(len(self.tensors[0]))
-        for at in range(0, total, num_steps):
-            steps = min(num_steps, total - at)
-            start, end = at * self.batch_size, (at + steps) * self.batch_size
+    def slices(self, num_steps: int, sizes: Sequence[int]) -> Iterator[Chunk]:
+        for start, end, steps in self._parts(len(self.tensors[0]), num_steps, sizes):
             yield self._chunk([t[start:end] for t in self.tensors], steps)
 
-    def gathered(self, order: np.ndarray | None, num_steps: int) -> Producer:
+    def gathered(self, order: np.ndarray | None, num_steps: int, sizes: Sequence[int]) -> Producer:
         assert order is not None
-        total = self._num_batches(len(order))
+        chunks = self._parts(len(order), num_steps, sizes)
         arrays = [_as_array(t) for t in self.tensors]
         size = num_steps * self.batch_size
 
@@ -191,9 +194,8 @@ class _Rows:
             return [torch.empty((size, *t.shape[1:]), dtype=t.dtype) for t in self.tensors]
 
         def produce(next_room: Callable[[], list[Tensor] | None]) -> Iterator[Chunk]:
-            for at in range(0, total, num_steps):
-                steps = min(num_steps, total - at)
-                rows = order[at * self.batch_size : (at + steps) * self.batch_size]
+            for start, end, steps in chunks:
+                rows = order[start:end]
                 target = next_room()
                 if target is None:
                     return
@@ -204,10 +206,10 @@ class _Rows:
 
         return Producer(room, produce)
 
-    def batches(self, order: np.ndarray | None) -> Iterator[Any]:
+    def batches(self, order: np.ndarray | None, sizes: Sequence[int]) -> Iterator[Any]:
         order = np.arange(len(self.tensors[0])) if order is None else order
-        for at in range(self._num_batches(len(order))):
-            rows = torch.from_numpy(order[at * self.batch_size : (at + 1) * self.batch_size])
+        for start, end, _ in self._parts(len(order), 1, sizes):
+            rows = torch.from_numpy(order[start:end])
             yield unflatten(self.structure, iter([t[rows] for t in self.tensors]))
 
 
@@ -225,8 +227,8 @@ class Producer:
     produce: Callable[[Callable[[], list[Tensor] | None]], Iterator[Chunk]]  # fills rooms until there are no more
 
 
-def _copier(batches: Iterator[Any], first: Any, num_steps: int, dim: int, drop_last: bool) -> Producer:
-    """Copies batches of any source side by side into rooms."""
+def _copier(batches: Iterator[Any], first: Any, num_steps: int, dim: int, drop_last: bool, sizes: Sequence[int] = ()) -> Producer:
+    """Copies batches of any source side by side into rooms. Where a batch has a size of its own, it is a chunk of its own."""
     leaves, structure = flatten(first, _is_leaf)
     kinds = [(torch.as_tensor(leaf).dtype, torch.as_tensor(leaf).shape) for leaf in leaves]
 
@@ -243,13 +245,16 @@ def _copier(batches: Iterator[Any], first: Any, num_steps: int, dim: int, drop_l
         same = its == structure and [(t.dtype, t.shape) for t in tensors] == kinds
         if same:
             return tensors
-        short = its == structure and all(t.dtype == d and t.shape[1:] == s[1:] for t, (d, s) in zip(tensors, kinds, strict=True))
+        short = its == structure and all(t.dtype == d and t.dim() == len(s) and _cut(t.shape, dim) == _cut(s, dim)
+                                         for t, (d, s) in zip(tensors, kinds, strict=True))  # fmt: skip
+        if short and {t.shape[dim] for t in tensors if t.dim() > dim} <= set(sizes):
+            return tensors
         if short and drop_last:
             return None
         raise UserError("loader-short", f"batch {number} differs from the first one",
                         found=", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors),
                         expected=", ".join(f"{str(d).removeprefix('torch.')}{list(s)}" for d, s in kinds),
-                        fix="drop_last=True leaves a short last batch out")  # fmt: skip
+                        fix="compile with batch_sizes= for its size, or leave it out: drop_last=True")  # fmt: skip
 
     def produce(next_room: Callable[[], list[Tensor] | None]) -> Iterator[Chunk]:
         number, batch, error = 0, first, None
@@ -261,6 +266,13 @@ def _copier(batches: Iterator[Any], first: Any, num_steps: int, dim: int, drop_l
             while steps < num_steps and batch is not _END:
                 try:
                     tensors = fit(batch, number)
+                    if tensors is not None and [t.shape for t in tensors] != [s for _, s in kinds]:
+                        if steps:
+                            break  # it is the first of the next chunk
+                        number, batch = number + 1, next(batches, _END)
+                        alone = unflatten(structure, iter([t.contiguous() for t in tensors]))
+                        yield Chunk(tuple(alone) if isinstance(alone, (tuple, list)) else (alone,), 1)
+                        continue
                     if tensors is not None:
                         _place(target, tensors, steps, dim)
                         steps += 1
@@ -278,6 +290,11 @@ def _copier(batches: Iterator[Any], first: Any, num_steps: int, dim: int, drop_l
             raise error
 
     return Producer(room, produce)
+
+
+def _cut(shape: torch.Size, dim: int) -> tuple[int, ...]:
+    """Without the batch."""
+    return tuple(n for i, n in enumerate(shape) if i != dim)
 
 
 def _place(target: list[Tensor], tensors: list[Tensor], step: int, dim: int) -> None:

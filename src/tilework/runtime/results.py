@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..artifact.graph import DTYPES
-from ..artifact.manifest import Manifest
+from ..artifact.manifest import Signature
 from ..artifact.structure import unflatten
 from ..errors import UserError, did_you_mean
 from .arguments import joined
@@ -63,13 +63,13 @@ class Result:
 class OutputPlan:
     """What one kind of call gives back, worked out once."""
 
-    def __init__(self, m: Manifest, wanted: str | Mapping[str, str], num_steps: int, count: int) -> None:
-        self.manifest, self.num_steps, self.count = m, num_steps, count
-        how = _modes(m, wanted)
-        self.names = [a.name for a in m.outputs if a.name in how]
+    def __init__(self, s: Signature, wanted: str | Mapping[str, str], num_steps: int, count: int) -> None:
+        self.signature, self.num_steps, self.count = s, num_steps, count
+        how = _modes(s, wanted)
+        self.names = [a.name for a in s.outputs if a.name in how]
         self.how = tuple(how[n] for n in self.names)
         self._types = []
-        for argument in m.outputs:
+        for argument in s.outputs:
             if argument.name in how:
                 whole = count > 1 and how[argument.name] == "all"
                 shape = (count, *argument.type.shape) if whole else tuple(argument.type.shape)
@@ -77,10 +77,10 @@ class OutputPlan:
         size = sum(shape.numel() * dtype.itemsize for shape, dtype, _ in self._types)
         self._is_small = 0 < size <= _SMALL and not any(zeroed for _, _, zeroed in self._types)
         self._stock: list[tuple[Tensor, ...]] = []
-        self._loss_positions = [self.names.index(n) for n in m.losses if n in self.names]
-        own = m.outputs[1:] if m.separate_loss else m.outputs
+        self._loss_positions = [self.names.index(n) for n in s.losses if n in self.names]
+        own = s.outputs[1:] if s.separate_loss else s.outputs
         self._own = [self.names.index(a.name) if a.name in self.names else None for a in own]
-        self._only_losses = all(self.names[i] in m.losses for i in self._own if i is not None)
+        self._only_losses = all(self.names[i] in s.losses for i in self._own if i is not None)
 
     def make(self) -> Sequence[Tensor]:
         """Memory for one call. Small outputs are made for many calls at once: making a tensor costs as much as a small step."""
@@ -109,7 +109,7 @@ class OutputPlan:
     def _a_step(self, values: Tensor) -> Tensor:
         """[micro-batches of all steps, ...] -> [steps, ...], as gradients accumulate."""
         steps = values.reshape(self.num_steps, -1, *values.shape[1:])
-        return steps.mean(1) if self.manifest.accumulate == "mean" else steps.sum(1)
+        return steps.mean(1) if self.signature.accumulate == "mean" else steps.sum(1)
 
     def flat(self, raw: Sequence[Tensor]) -> list[Tensor]:
         if self.count == 1:
@@ -120,7 +120,7 @@ class OutputPlan:
                 steps = self._a_step(tensor)
                 tensor = steps if self.num_steps > 1 else steps[0]
             elif how == "all":
-                tensor = joined(tensor, self.manifest.batch_dim)
+                tensor = joined(tensor, self.signature.batch_dim)
             found.append(tensor)
         return found
 
@@ -134,13 +134,13 @@ class OutputPlan:
             elif self.count == 1 or self.how[i] != "all":
                 leaves.append(raw[i])
             else:
-                leaves.append(joined(raw[i], self.manifest.batch_dim))
-        return unflatten(self.manifest.output_structure, iter(leaves))
+                leaves.append(joined(raw[i], self.signature.batch_dim))
+        return unflatten(self.signature.output_structure, iter(leaves))
 
 
-def _modes(m: Manifest, wanted: str | Mapping[str, str]) -> dict[str, str]:
+def _modes(s: Signature, wanted: str | Mapping[str, str]) -> dict[str, str]:
     """Output name -> mode. Losses are scalars: they always come back whole."""
-    names = [a.name for a in m.outputs]
+    names = [a.name for a in s.outputs]
     if isinstance(wanted, str):
         modes = dict.fromkeys([] if wanted == "loss" else names, wanted)
         unknown = {} if wanted in MODES else {"outputs": wanted}
@@ -154,8 +154,8 @@ def _modes(m: Manifest, wanted: str | Mapping[str, str]) -> dict[str, str]:
         name, mode = next(iter(unknown.items()))
         raise UserError("run-outputs", f"{name}: no output mode {mode!r}", expected="all, last, sum or loss; or a dict of "
                         "output names and modes")  # fmt: skip
-    for argument in m.outputs:
+    for argument in s.outputs:
         if modes.get(argument.name) == "sum" and argument.type.dtype not in _SUMMABLE:
             raise UserError("run-outputs", f"output {argument.name} cannot be summed", found=argument.type.dtype,
                             expected=", ".join(_SUMMABLE), fix="bring it back with 'all' or 'last'")  # fmt: skip
-    return {n: "all" if n in m.losses else modes[n] for n in names if n in modes or n in m.losses}
+    return {n: "all" if n in s.losses else modes[n] for n in names if n in modes or n in s.losses}

@@ -18,26 +18,23 @@ import torch
 from torch import Tensor, nn
 
 from .. import hosts
-from ..artifact.fingerprint import require
 from ..artifact.graph import DTYPES
+from ..artifact.names import WEIGHTS, Buffer, Kind, is_kind
 from ..artifact.reader import Artifact, read_artifact
 from ..artifact.structure import unflatten
-from ..errors import MachineError, TileworkError, UserError, did_you_mean
+from ..errors import TileworkError, UserError, did_you_mean
 from ..tiles.page import ALOAD, CHKPT, PLOAD, QUIESCE
 from . import checkpoint, sync
 from .advice import advise
 from .arguments import InputPlan, by_name, joined
+from .calls import Calls, Prepared
 from .checks import broken_off, raise_failed
-from .devices import Bound, Call, Metered, NotANumber, Taken, open_device
+from .devices import NotANumber, device_class, rank_base
+from .fitting import require
 from .hyper import part_of, resolve
 from .leasing import Footing
 from .loader import Chunk
-from .memory import free_memory
-from .results import OutputPlan, Result
-
-SECTIONS = ("fwd", "bwd", "reduce", "opt")
-DEVICES = ("cpu", "reference", "null")
-_WEIGHTS = ("param/", "buffer/", "state/")
+from .results import Result
 
 
 class Session:
@@ -50,6 +47,7 @@ class Session:
         num_threads: int | None = None,
         seed: int = 0,
         nan_error: bool = False,
+        rank: int = 0,
         footing: Footing | None = None,
     ) -> None:
         self._footing = footing or Footing(leased=False)
@@ -57,56 +55,41 @@ class Session:
         self.artifact = artifact
         self.manifest = artifact.manifest
         self.device_name = device or self.manifest.fingerprint.device
-        if self.device_name not in DEVICES and self.device_name != self.manifest.fingerprint.device:
-            raise UserError("options", f"no device {device!r}", expected=did_you_mean(str(device), DEVICES))
         require(self.manifest.fingerprint, self.device_name, artifact.path)
         self.nan_error = nan_error
+        self.rank = rank
         self.num_steps = 0
         self._closed = self._freed = False
-        self.buffers = self._allocate()
-        self._device = open_device(self.device_name, artifact, self.buffers, num_threads or self._footing.num_threads)
-        meter = getattr(self._device, "meter", None)
-        self._metered_natively = bool(meter is not None and meter(self.page))
+        kind = device_class(self.device_name)
+        self._computes = kind.computes
+        self._device = kind(artifact, num_threads or self._footing.num_threads)
+        self.memory = sync.Buffers(self.manifest, self._device.memory)
+        self.page.set_bytes(self._device.memory.num_bytes)
+        natively = self._device.meter(self.page)
+        self.calls = [
+            Calls(self.manifest, signature, self._device, self.page, natively=natively, nan_error=nan_error)
+            for signature in self.manifest.signatures
+        ]
+        self._first = self._newest = self.calls[0]  # newest: the one that ran last
+        self._only = len(self.calls) == 1
         self.seed(seed)
-        self._sections_in_order = self._find_sections()
-        self.fused = next((p for p in ("step", "accumulate") if p in self.manifest.programs), None)
         self._has_weights = not self.manifest.parameters
         self._ran_forward = self._beyond_loss = False
         self._kept_gradients: frozenset[str] = frozenset()  # that the last call left
         self._followed: list[torch.optim.Optimizer] = []
         self._sets_hyper = self._advised = False
-        self._prepared: dict[Any, tuple[InputPlan, Bound, OutputPlan]] = {}
-        self._sections_bound: dict[str, Bound] = {}
-        self._keeps_gradients: dict[str, frozenset[str]] = {}  # by program
         # Buffers and the slot of the page are the session's own: one call at a time, whichever thread it comes from.
         self._lock = threading.RLock()
-        self._set_defaults()
+        for name, tensor in artifact.constants.items():
+            self.memory.write(name, tensor)
+        for name, value in sync.initial_state(self.manifest).items():
+            self.memory.fill(name, value)
+        self._set(self.manifest.hyperparameters)
+        for calls in self.calls:
+            self._default_out_grads(calls)
         self._first_weights(weights)
 
     # ---- set-up ----
-
-    def _allocate(self) -> dict[str, Tensor]:
-        entries = {name: entry.type() for name, entry in self.manifest.buffers.items()}
-        total = sum(kind.extent * DTYPES[kind.dtype].itemsize for kind in entries.values())
-        free = free_memory()
-        if free is not None and total > free:
-            raise MachineError("memory", f"{self.artifact.path}: the session's buffers do not fit into memory",
-                            found=f"{total / 1e9:.1f} GB needed, {free / 1e9:.1f} GB free",
-                            fix="use a smaller batch, or a machine with more memory")  # fmt: skip
-        buffers = {name: kind.empty() for name, kind in entries.items()}
-        self.page.set_bytes(total)
-        for name, tensor in self.artifact.constants.items():
-            buffers[name].copy_(tensor)
-        for name, value in sync.initial_state(self.manifest).items():
-            if name in buffers:
-                buffers[name].fill_(value)
-        return buffers
-
-    def _set_defaults(self) -> None:
-        for name, value in self.manifest.hyperparameters.items():
-            if f"hyper/{name}" in self.buffers:
-                self.buffers[f"hyper/{name}"].fill_(value)
-        self._default_out_grads()
 
     def _first_weights(self, given: str | Path | Literal[False] | None) -> None:
         if given is False:
@@ -119,21 +102,20 @@ class Session:
             checkpoint.require_digest(beside, self.manifest.weights.sha256, self.artifact.path)
             self.load(beside)
 
-    def _default_out_grads(self) -> None:
+    def _default_out_grads(self, calls: Calls) -> None:
         """Backward starts from ones at the losses and zeros elsewhere; without a loss, the host must say."""
-        for output in self.manifest.outputs:
-            buffer = self.buffers.get(f"outgrad/{output.name}")
-            if buffer is not None:
-                buffer.fill_(1.0 if output.name in self.manifest.losses else 0.0)
+        for output in calls.signature.outputs:
+            self.memory.fill(calls.buffer(Kind.OUTGRAD, output.name), 1.0 if output.name in calls.signature.losses else 0.0)
 
     def seed(self, seed: int, counter: int = 0, inferred: int = 0) -> None:
         """Start the random numbers of dropout and its kin again, from this seed; seed(*random_state()) goes on from there.
-        infer() draws from a stream of its own, so that it changes nothing about training."""
-        self._device.seed(seed, counter, inferred)
+        infer() draws from a stream of its own, so that it changes nothing about training. Replicas draw different numbers."""
+        self._seed = seed
+        self._device.seed(rank_base(seed, self.rank), counter, inferred)
 
     def random_state(self) -> tuple[int, int, int]:
         """(seed, micro-batches drawn since, batches that infer() drew since)."""
-        return self._device.random_state()
+        return (self._seed, *self._device.random_state()[1:])
 
     # ---- hyperparameters ----
 
@@ -141,7 +123,8 @@ class Session:
     def hyper(self) -> dict[str, float]:
         """Every run-time hyperparameter and its value on the device."""
         known = self.manifest.hyperparameters
-        return {k: float(self.buffers[f"hyper/{k}"]) if f"hyper/{k}" in self.buffers else v for k, v in known.items()}
+        buffers = {k: Buffer.of(Kind.HYPER, k) for k in known}
+        return {k: float(self.memory.read(b)) if b in self.memory else known[k] for k, b in buffers.items()}
 
     def set(self, values: Mapping[str, float] | None = None, /, **named: float) -> None:
         """Change hyperparameters, from the next step on. A bare name (lr, momentum, p) sets it in every group or site."""
@@ -150,8 +133,7 @@ class Session:
 
     def _set(self, values: Mapping[str, float]) -> None:
         for full, value in resolve(self.manifest, values, None).items():
-            if f"hyper/{full}" in self.buffers:
-                self.buffers[f"hyper/{full}"].fill_(value)
+            self.memory.fill(Buffer.of(Kind.HYPER, full), value)
 
     def follow(self, *optimizers: torch.optim.Optimizer) -> None:
         """Take hyperparameters from these host optimizers before each call: torch's LR schedulers then work as they are."""
@@ -170,6 +152,7 @@ class Session:
         keep_gradients: bool = False,
         num_steps: int = 1,
         outputs: str | Mapping[str, str] = "all",
+        signature: str | None = None,
         **named: Any,
     ) -> Result:
         """Run sections, by default all of them, fused into one native call where that is possible.
@@ -183,18 +166,41 @@ class Session:
         num_steps   this many optimizer steps in one call; the batch holds the inputs of all of them.
         outputs     what to bring back of a call with several micro-batches: "all", "last", "sum", only the "loss", or
                     {output name: all, last or sum}. Losses always come back, one a micro-batch.
+        signature   which one to run, by name; by default the one whose shapes the inputs have.
         """
         if named:
-            inputs = by_name(self.manifest, inputs, named)
+            inputs = by_name(self.manifest.signature, inputs, named)
         with self._lock:
+            calls = self._first if self._only and signature is None else self._calls_for(inputs, num_steps, signature)
             if sections is None and out_grads is None and hyper is None and not keep_gradients and not self._followed:
-                prepared = self._prepared.get((num_steps, outputs)) if type(outputs) is str else None
+                prepared = calls.ready.get((num_steps, outputs)) if type(outputs) is str else None
                 if prepared is not None:  # the same as last time: nothing to work out
-                    return self._run_fused(prepared, inputs, num_steps, ())
-            return self._run(inputs, sections, out_grads, hyper or {}, keep_gradients, num_steps, outputs)
+                    return self._run_fused(calls, prepared, inputs, num_steps, ())
+            return self._run(calls, inputs, sections, out_grads, hyper or {}, keep_gradients, num_steps, outputs)
+
+    def calls_of(self, signature: str) -> Calls:
+        found = next((c for c in self.calls if c.signature.name == signature), None)
+        if found is None:
+            known = [c.signature.name for c in self.calls]
+            raise UserError("signatures", f"no signature {signature!r} in this artifact", expected=did_you_mean(signature, known))
+        return found
+
+    def _calls_for(self, inputs: tuple[Any, ...], num_steps: int, signature: str | None, *, infer: bool = False) -> Calls:
+        """The signature whose shapes these are; the first one, which says what is wrong, where there is none. Sections that take
+        no inputs belong to the call before them."""
+        if signature is not None:
+            return self.calls_of(signature)
+        if not inputs:
+            return self._newest
+        for calls in (self._newest, *self.calls):
+            role = "infer" if infer else calls.fused or "fwd"
+            if role in calls.programs and calls.takes(inputs, role, num_steps):
+                return calls
+        return self._first
 
     def _run(
         self,
+        calls: Calls,
         inputs: tuple[Any, ...],
         sections: Sequence[str] | None,
         out_grads: Mapping[str, Tensor] | Sequence[Tensor | None] | None,
@@ -212,18 +218,18 @@ class Session:
         many = resolve(self.manifest, {k: v for k, v in hyper.items() if k not in single}, num_steps)
         self._set(single)
         self._sets_hyper = self._sets_hyper or bool(hyper)
-        schedule = {f"hyper/{k}": v for k, v in many.items() if f"hyper/{k}" in self.buffers}
-        fused = self.fused is not None and out_grads is None and (not keep_gradients or self.fused == "accumulate")
+        schedule = {b: v for k, v in many.items() if (b := Buffer.of(Kind.HYPER, k)) in self.memory}
+        fused = calls.fused is not None and out_grads is None and (not keep_gradients or calls.fused == "accumulate")
         wanted: builtins.set[str] = set()
-        if not (sections is None and fused and self.manifest.losses):
-            wanted = self._sections(sections)
-        if fused and (not wanted or wanted == set(self.training_sections) - {"reduce"}):
-            assert self.fused is not None
+        if not (sections is None and fused and calls.signature.losses):
+            wanted = calls.wanted(sections)
+        if fused and (not wanted or wanted == set(calls.sections) - {"reduce"}):
+            assert calls.fused is not None
             self._advise()
-            prepared = self._prepare(self.fused, num_steps, outputs, tuple(schedule))
+            prepared = calls.prepare(calls.fused, num_steps, outputs, tuple(schedule))
             if not schedule and isinstance(outputs, str):
-                self._prepared[num_steps, outputs] = prepared
-            return self._run_fused(prepared, inputs, num_steps, tuple(schedule.values()))
+                calls.ready[num_steps, outputs] = prepared
+            return self._run_fused(calls, prepared, inputs, num_steps, tuple(schedule.values()))
         if num_steps != 1 or schedule:
             raise UserError("run-loop", "several steps in one call need the fused step",
                             fix="run without sections=, out_grads= and keep_gradients=")  # fmt: skip
@@ -231,17 +237,17 @@ class Session:
             self._advise()
         if out_grads is not None:
             with self.page.during(ALOAD):
-                self._set_out_grads(out_grads)
+                self._set_out_grads(calls, out_grads)
         result = Result(None, [])
         if "fwd" in wanted:
-            result = self._run_forward(inputs, outputs)
+            result = self._run_forward(calls, inputs, outputs)
         elif inputs:
             raise UserError("run-inputs", "inputs were given, but the section fwd, which takes them, is not run",
                             found=f"sections {sorted(wanted)}", fix="add 'fwd' to sections, or give no inputs")  # fmt: skip
         if "bwd" in wanted:
-            self._run_backward(out_grads is not None)
+            self._run_backward(calls, out_grads is not None)
         if "opt" in wanted:
-            self._run_opt()
+            self._run_opt(calls)
         return result
 
     def _advise(self) -> None:
@@ -259,193 +265,140 @@ class Session:
         """
         chunks = getattr(loader, "chunks", None)
         done = 0
-        for chunk in chunks(self.manifest.batch_dim) if chunks is not None else loader:
+        sizes = [rows for calls in self.calls if calls.fused and (rows := calls.signature.num_rows) is not None]
+        for chunk in chunks(self.manifest.signature.batch_dim, sizes) if chunks is not None else loader:
             now = {k: part_of(k, v, done, chunk.num_steps) for k, v in (hyper or {}).items()}
             yield self.run(*chunk.inputs, num_steps=chunk.num_steps, hyper=now or None, outputs=outputs)
             done += chunk.num_steps
 
-    def infer(self, *inputs: Any, num_batches: int = 1, **named: Any) -> Any:
+    def infer(self, *inputs: Any, num_batches: int = 1, signature: str | None = None, **named: Any) -> Any:
         """The model in eval mode: its outputs. Changes only buffers that the model itself changes in eval mode. Works from any
         artifact. Random numbers that the model draws in eval mode too are new in each call.
 
         num_batches   this many batches, side by side, in one native call; so are the outputs, scalars one a batch.
+        signature     which one to run, by name; by default the one whose shapes the inputs have.
         """
-        m = self.manifest
         if named:
-            inputs = by_name(m, inputs, named, infer=True)
+            inputs = by_name(self.manifest.signature, inputs, named, infer=True)
         several = (num_batches,) if num_batches > 1 else ()
-        outputs = [torch.empty((*several, *a.type.shape), dtype=DTYPES[a.type.dtype]) for a in m.infer_outputs]
         with self._lock:
             self._need_weights()
-            plan, bound, _ = self._prepare("infer", num_batches)
+            single = self._only and signature is None
+            calls = self._first if single else self._calls_for(inputs, num_batches, signature, infer=True)
+            s = calls.signature
+            outputs = [torch.empty((*several, *a.type.shape), dtype=DTYPES[a.type.dtype]) for a in s.infer_outputs]
+            plan, bound, _ = calls.prepare("infer", num_batches)
             try:
-                bound.run(plan.take(inputs), outputs)
+                bound.run(self._taken(calls, plan, inputs), outputs)
             except NotANumber as e:
-                raise_failed(m, self.buffers, "infer", e)
+                raise_failed(s, self.memory, "infer", e)
                 raise
             self._ran_forward = False
             if several:
                 with self.page.during(ALOAD):
-                    outputs = [joined(o, m.batch_dim) for o in outputs]
-        return unflatten(m.infer_structure, iter(outputs))
+                    outputs = [joined(o, s.batch_dim) for o in outputs]
+        return unflatten(s.infer_structure, iter(outputs))
+
+    def _taken(self, calls: Calls, plan: InputPlan, inputs: tuple[Any, ...]) -> Sequence[Tensor]:
+        try:
+            return plan.take(inputs)
+        except UserError as e:
+            if self._only or e.id != "input-mismatch":
+                raise
+            sizes = ", ".join(c.signature.name for c in self.calls)
+            raise UserError(e.id, e.summary, found=f"no signature with these shapes; compared with {calls.signature.name}",
+                            expected=f"one of the signatures {sizes}",
+                            fix="shapes are fixed: compile with batch_sizes= for these as well") from None  # fmt: skip
+
+    @property
+    def fused(self) -> str | None:
+        """The program that runs a whole step: step; accumulate, where it has micro-batches; None."""
+        return self._first.fused
 
     @property
     def training_sections(self) -> list[str]:
         """The sections that this artifact can run, in order."""
-        return list(self._sections_in_order)
-
-    def _find_sections(self) -> list[str]:
-        have = {s for p in self.manifest.programs.values() for s in p.sections}
-        return [s for s in SECTIONS if s in have or (s == "reduce" and "bwd" in have)]
-
-    def _sections(self, sections: Sequence[str] | None) -> builtins.set[str]:
-        have = self.training_sections
-        sections = [sections] if isinstance(sections, str) else sections
-        if sections is None:
-            sections = have
-            if not self.manifest.losses and "bwd" in have:
-                raise UserError("run-loss", "this artifact has no loss of its own: it is computed on the host",
-                                fix="run sections=['fwd'], then sections=['bwd', 'opt'] with out_grads=")  # fmt: skip
-        unknown = [s for s in sections if s not in have]
-        if unknown:
-            raise UserError("run-section", f"no section {unknown[0]!r} in this artifact",
-                            found=", ".join(map(str, sections)), expected=", ".join(have) or "infer() only")  # fmt: skip
-        return set(sections) - {"reduce"}  # one replica: there is nothing to reduce over
-
-    def _prepare(
-        self, program: str, num_steps: int, wanted: str | Mapping[str, str] = "all", scheduled: tuple[str, ...] = ()
-    ) -> tuple[InputPlan, Bound, OutputPlan]:
-        """Everything about a kind of call that does not depend on its inputs, worked out once."""
-        key = (program, num_steps, wanted if isinstance(wanted, str) else tuple(wanted.items()), scheduled)
-        found = self._prepared.get(key)
-        if found is not None:
-            return found
-        m = self.manifest
-        infer, accumulates = program == "infer", program == "accumulate"
-        expected = m.inputs[: m.num_model_inputs] if infer else m.inputs
-        count = num_steps * (m.num_micro_batches if accumulates else 1)
-        plan = InputPlan(expected, m.input_structure, count, m.batch_dim, self.page)
-        outputs = OutputPlan(m, wanted, num_steps, count)
-        writes = m.programs[program].writes
-        update = "opt" if accumulates and "opt" in m.programs else None
-        watched = [f"output/{n}" for n in m.losses if f"output/{n}" in writes] if self.nan_error and not infer else []
-        changed = {*writes, *(m.programs[update].writes if update else ())} if watched else set()
-        watched += [b for b in writes if b.startswith("check/")]
-        call = Call(
-            micro=program,
-            update=update,
-            num_steps=num_steps,
-            num_micro_batches=m.num_micro_batches if accumulates else 1,
-            inputs=tuple(f"input/{a.name}" for a in expected),
-            taken=tuple(_taken(f"input/{a.name}", shared, writes) for a, shared in zip(expected, plan.shared, strict=True)),
-            scheduled=scheduled,
-            outputs=tuple([f"infer/{a.name}" for a in m.infer_outputs] if infer else [f"output/{n}" for n in outputs.names]),
-            how=() if infer else outputs.how,
-            zeroed=tuple(b for b in writes if b.startswith("grad/") and not b.startswith("grad/input/")) if accumulates else (),
-            seeds="own" if infer else "next",
-            counts=program != "fwd",
-            shown_loss=next((b for name in m.losses if (b := f"output/{name}") in writes), None),
-            watched=tuple(watched),
-            restored=tuple(sorted(b for b in changed if b.startswith((*_WEIGHTS, "const/")))),
-        )
-        self._keeps_gradients[program] = frozenset(b for b in writes if b.startswith("grad/"))
-        self._prepared[key] = found = (plan, self._bind(call), outputs)
-        return found
-
-    def _bind(self, call: Call) -> Bound:
-        bound = self._device.bind(call)
-        return bound if self._metered_natively else Metered(bound, call, self.page)
+        return list(self._first.sections)
 
     def _run_fused(
-        self, prepared: tuple[InputPlan, Bound, OutputPlan], inputs: tuple[Any, ...], num_steps: int, schedule: Sequence[Tensor]
+        self, calls: Calls, prepared: Prepared, inputs: tuple[Any, ...], num_steps: int, schedule: Sequence[Tensor]
     ) -> Result:
-        result = self._call(prepared, inputs, schedule)
+        result = self._call(calls, prepared, inputs, schedule)
         self._ran_forward = False
-        self._kept_gradients = self._keeps_gradients[self.fused or ""]
+        self._kept_gradients = calls.gradients[calls.fused]  # type: ignore[index]
+        self._newest = calls
         self.num_steps += num_steps
         return result
 
-    def _run_forward(self, inputs: tuple[Any, ...], outputs: str | Mapping[str, str]) -> Result:
-        self._need_program("fwd")
-        result = self._call(self._prepare("fwd", 1, outputs), inputs, ())
-        self._ran_forward = True
+    def _run_forward(self, calls: Calls, inputs: tuple[Any, ...], outputs: str | Mapping[str, str]) -> Result:
+        calls.need("fwd")
+        result = self._call(calls, calls.prepare("fwd", 1, outputs), inputs, ())
+        self._ran_forward, self._newest = True, calls
         return result
 
-    def _call(self, prepared: tuple[InputPlan, Bound, OutputPlan], inputs: tuple[Any, ...], schedule: Sequence[Tensor]) -> Result:
+    def _call(self, calls: Calls, prepared: Prepared, inputs: tuple[Any, ...], schedule: Sequence[Tensor]) -> Result:
         plan, bound, outputs = prepared
         raw = outputs.make()
         try:
-            bound.run(plan.take(inputs), raw, schedule)
+            bound.run(plan.take(inputs) if self._only else self._taken(calls, plan, inputs), raw, schedule)
         except TileworkError as e:
-            explained = broken_off(e, self.manifest)
+            explained = broken_off(e, calls.signature)
             if explained is e:
                 raise
             raise explained from e
         except NotANumber as e:
             self.num_steps += e.step
             self._ran_forward, self._kept_gradients = False, frozenset()
-            raise_failed(self.manifest, self.buffers, "fwd", e, undone=self.nan_error)
+            raise_failed(calls.signature, self.memory, "fwd", e, undone=self.nan_error)
             raise UserError(
                 "loss-nan", f"the loss is not a number at step {self.num_steps + 1}, which was undone",
                 fix="lower the learning rate, clip the gradients (clip_norm), or look at the inputs of that step",
             ) from e  # fmt: skip
         return Result(outputs, raw)
 
-    def _run_backward(self, given: bool) -> None:
-        self._need_program("bwd")
+    def _run_backward(self, calls: Calls, given: bool) -> None:
+        calls.need("bwd")
         if not self._ran_forward:
             raise UserError("run-order", "bwd needs what a fwd just before it has kept", found="no fwd before this bwd",
                             fix="run sections=['fwd'] first, or ['fwd', 'bwd', ...] together")  # fmt: skip
-        if not given and not self.manifest.losses:
+        if not given and not calls.signature.losses:
             raise UserError("run-loss", "bwd needs gradients of the outputs: this artifact has no loss of its own",
                             fix="give out_grads={name: gradient, ...}")  # fmt: skip
         self._beyond_loss = self._beyond_loss and given
-        self._section("bwd")
-        self._kept_gradients = frozenset(b for b in self.manifest.programs["bwd"].writes if b.startswith("grad/"))
-        self._default_out_grads()
+        calls.section("bwd")
+        self._kept_gradients = calls.gradients["bwd"]
+        self._default_out_grads(calls)
 
-    def _run_opt(self) -> None:
-        self._need_program("opt")
-        needed = {b for b in self.manifest.programs["opt"].buffers if b.startswith("grad/")}
+    def _run_opt(self, calls: Calls) -> None:
+        calls.need("opt")
+        needed = {b for b in calls.programs["opt"].buffers if is_kind(b, Kind.GRAD)}
         if not needed <= self._kept_gradients:
             raise UserError("run-order", "opt needs gradients, and no bwd has made any", fix="run bwd before opt")
-        held = {f"grad/{p.name}" for p in self.manifest.parameters if p.group is not None}
+        held = {Buffer.of(Kind.GRAD, p.name) for p in self.manifest.parameters if p.group is not None}
         if self._beyond_loss and (others := (held & self._kept_gradients) - needed):
             raise UserError("run-out-grads", "the optimizer updates only parameters that the step's loss reaches",
-                            found=f"gradients for {', '.join(sorted(b.removeprefix('grad/') for b in others))} as well",
+                            found=f"gradients for {', '.join(sorted(Buffer(b).name for b in others))} as well",
                             fix="compile with loss=None, so that gradients come from out_grads alone")  # fmt: skip
-        self._section("opt")
+        calls.section("opt")
         self._ran_forward = False  # what fwd kept belongs to the weights from before
         self.num_steps += 1
 
-    def _section(self, program: str) -> None:
-        """A section that takes nothing from the caller and gives nothing back."""
-        if program not in self._sections_bound:
-            self._sections_bound[program] = self._bind(Call(micro=program, seeds="keep", counts=program == "opt"))
-        self._sections_bound[program].run((), ())
-
-    def _set_out_grads(self, given: Mapping[str, Tensor] | Sequence[Tensor | None]) -> None:
-        names = [a.name for a in self.manifest.outputs if f"outgrad/{a.name}" in self.buffers]
-        if not isinstance(given, Mapping):
-            own = [a.name for a in (self.manifest.outputs[1:] if self.manifest.separate_loss else self.manifest.outputs)]
-            given = {n: g for n, g in zip(own, given, strict=False) if g is not None}
-        grads = {f"outgrad/{k}": g for k, g in given.items()}
-        expected = {f"outgrad/{n}": self.buffers[f"outgrad/{n}"] for n in names}
-        sync.check_types(grads, expected, "gradient of an output")
-        self._beyond_loss = bool(self.manifest.losses) and any(k not in self.manifest.losses for k in given)
-        for name, buffer in expected.items():
-            buffer.copy_(grads[name].detach()) if name in grads else buffer.zero_()
-
-    def _need_program(self, name: str) -> None:
-        if name not in self.manifest.programs:
-            raise UserError("run-program", f"this artifact cannot run the section {name} on its own",
-                            found="programs: " + ", ".join(self.manifest.programs),
-                            fix="compile with programs='all'")  # fmt: skip
+    def _set_out_grads(self, calls: Calls, given: Mapping[str, Tensor] | Sequence[Tensor | None]) -> None:
+        grads = calls.out_grads(given)
+        expected = [b for a in calls.signature.outputs if (b := calls.buffer(Kind.OUTGRAD, a.name)) in self.memory]
+        self.memory.check_types(grads, "gradient of an output", expected)
+        losses = calls.signature.losses
+        self._beyond_loss = bool(losses) and any(Buffer(b).name not in losses for b in grads)
+        for buffer in expected:
+            if buffer in grads:
+                self.memory.write(buffer, grads[buffer])
+            else:
+                self.memory.fill(buffer, 0.0)
 
     def _need_weights(self) -> None:
         if self._closed:
             raise UserError("session-closed", "the session is closed", fix="load the artifact again")
-        if not self._has_weights and self.device_name != "null":
+        if not self._has_weights and self._computes:
             raise UserError("session-weights", f"{self.artifact.path}: the session has no weights yet",
                             fix="session.to_device(model), session.load(file), or compile with weights inside")  # fmt: skip
 
@@ -453,7 +406,7 @@ class Session:
 
     @property
     def kept_gradients(self) -> frozenset[str]:
-        """Buffers of the gradients that the last call left and that can be read: grad/<parameter>, grad/input/<name>."""
+        """Buffers of the gradients that the last call left and that can be read: grad/<parameter>, inputgrad/<name>."""
         return self._kept_gradients
 
     def gradients(self) -> dict[str, Tensor]:
@@ -462,21 +415,19 @@ class Session:
             raise UserError("run-gradients", "there are no gradients to read: the fused step does not keep them",
                             fix="run with keep_gradients=True, or run the sections fwd and bwd")  # fmt: skip
         with self._lock, self.page.during(ALOAD):
-            return {k.removeprefix("grad/"): t.clone() for k, t in self.buffers.items() if k in self._kept_gradients}
+            kept = [b for b in map(Buffer, self.memory) if b in self._kept_gradients]
+            return {b.name if b.kind == Kind.GRAD else f"input/{b.name}": self.memory.read(b) for b in kept}
 
     def tensors(self) -> dict[str, Tensor]:
         """Copies of everything that training changes: param/..., buffer/..., state/..."""
         with self._lock, self.page.during(ALOAD):
-            return self._tensors()
-
-    def _tensors(self) -> dict[str, Tensor]:
-        return {k: t.clone() for k, t in self.buffers.items() if k.startswith(_WEIGHTS)}
+            return self.memory.read_all(*WEIGHTS)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Parameters and buffers by their names in the model: what model.load_state_dict takes. Tied ones have each name."""
         m = self.manifest
         with self._lock, self.page.during(ALOAD):
-            own = {k.split("/", 1)[1]: t.clone() for k, t in self.buffers.items() if k.startswith(("param/", "buffer/"))}
+            own = {Buffer(b).name: t for b, t in self.memory.read_all(Kind.PARAM, Kind.BUFFER).items()}
         own |= {alias: own[name] for alias, name in m.aliases.items() if name in own}
         return {k: t for k, t in own.items() if k not in m.transient}
 
@@ -492,10 +443,10 @@ class Session:
         """Copy the host's parameters and buffers, and optimizer state if given, to the session."""
         with self._lock, self.page.during(ALOAD):
             tensors = sync.by_buffer(self.manifest, sync.host_tensors(model, loss))
-            sync.to_device(tensors, self.buffers, () if isinstance(model, nn.Module) else self.manifest.transient)
+            self.memory.take(tensors, () if isinstance(model, nn.Module) else self.manifest.transient)
             optimizers = None if optimizer is None else sync.several(optimizer)
             if optimizers is not None:
-                sync.optimizers_to_device(self.manifest, optimizers, tensors, self.buffers)
+                sync.optimizers_to_device(self.memory, optimizers, tensors)
             hosts.remember(self.artifact.digest, model, optimizers, loss)
             self._has_weights, self._ran_forward = True, False
 
@@ -509,9 +460,9 @@ class Session:
         """Copy the session's parameters and buffers, and optimizer state if asked for, into the host's objects."""
         with self._lock, self.page.during(ALOAD):
             tensors = sync.by_buffer(self.manifest, sync.host_tensors(model, loss))
-            sync.to_host(tensors, self.buffers)
+            self.memory.give(tensors)
             if optimizer is not None:
-                sync.optimizers_to_host(self.manifest, sync.several(optimizer), tensors, self.buffers)
+                sync.optimizers_to_host(self.memory, sync.several(optimizer), tensors)
 
     # ---- checkpoints ----
 
@@ -519,8 +470,8 @@ class Session:
         """Everything that training changes, as safetensors, whole or not at all. load() goes on from there."""
         with self.page.beside(CHKPT):  # only the copy keeps others from running: files are slow
             with self._lock:
-                tensors = self._tensors()
-                notes = {"artifact": self.artifact.digest, "num_steps": self.num_steps, "random": self._device.random_state()}
+                tensors = self.memory.read_all(*WEIGHTS)
+                notes = {"artifact": self.artifact.digest, "num_steps": self.num_steps, "random": self.random_state()}
             checkpoint.write(path, tensors, notes)
 
     def load(self, path: str | Path) -> None:
@@ -531,20 +482,20 @@ class Session:
             self._load_tensors(tensors)
             self.num_steps = int(notes.get("num_steps", 0))
             if "random" in notes:
-                self._device.seed(*notes["random"])
+                self.seed(*notes["random"])
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         with self._lock, self.page.during(ALOAD):
             self._load_tensors(tensors)
 
     def _load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        prefixed = sync.by_group(self.manifest, sync.by_buffer(self.manifest, tensors), self.buffers)
-        sync.check_types(prefixed, self.buffers, "weights file")
-        sync.to_device(prefixed, self.buffers, self.manifest.transient)
+        known = sync.by_group(self.manifest, sync.by_buffer(self.manifest, tensors))
+        self.memory.check_types(known, "weights file")
+        self.memory.take(known, self.manifest.transient)
         initial = sync.initial_state(self.manifest)
-        for name, buffer in self.buffers.items():  # moments and counts of other weights say nothing about these
-            if name.startswith("state/") and name not in prefixed:
-                buffer.fill_(initial.get(name, 0))
+        for name in self.memory:  # moments and counts of other weights say nothing about these
+            if is_kind(name, Kind.STATE) and name not in known:
+                self.memory.fill(name, initial.get(name, 0))
         self._has_weights, self._ran_forward = True, False
 
     def barrier(self) -> None:
@@ -570,8 +521,8 @@ class Session:
                 return
             self._freed = True
             self.page.set_bytes(0)
-            self._prepared.clear()
-            self._sections_bound.clear()
+            for calls in self.calls:
+                calls.clear()
             self._device.close()
         self._footing.close()
 
@@ -593,12 +544,14 @@ def load(
     num_threads: int | None = None,
     seed: int = 0,
     nan_error: bool = False,
+    rank: int = 0,
     trust: bool = False,
     tiles: str | int | None = None,
 ) -> Session:
     """Open an artifact: verified, no compiler, no tracing, no model source. The device is the artifact's own by default.
 
     weights    a file to start from instead of the initial weights; False: none yet, they come by to_device() or load().
+    rank       of this replica: random numbers differ by rank.
     nan_error  an error where a loss is not a number; the step at fault changes nothing. Costs a copy of the weights a step.
     tiles   what to lease: a number, "chips:2", "0-3,8", a path (docs/tiles.md). One chip by default. TILEWORK_TILES overrides it.
     """
@@ -609,13 +562,8 @@ def load(
         with footing.page.during(PLOAD):
             artifact = read_artifact(path, trust=trust)
             session = Session(artifact, device=device, weights=weights, num_threads=num_threads, seed=seed,
-                              nan_error=nan_error, footing=footing)  # fmt: skip
+                              nan_error=nan_error, rank=rank, footing=footing)  # fmt: skip
     except BaseException:
         footing.close()
         raise
     return session
-
-
-def _taken(buffer: str, shared: bool, writes: Sequence[str]) -> Taken:
-    """An input without a batch is the same for all micro-batches, also where forward changes it in place."""
-    return "each" if not shared else "again" if buffer in writes else "once"

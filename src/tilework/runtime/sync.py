@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..artifact.graph import DTYPES
 from ..artifact.manifest import Group, Manifest
+from ..artifact.names import WEIGHTS, Buffer, Kind, is_kind
 from ..errors import UserError, did_you_mean
 from ..hosts import steps_made
 from ..reach import hidden_parameters
+from .devices import Memory
 
 Modules = nn.Module | Mapping[str, Tensor]
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
@@ -24,13 +27,12 @@ def several(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
 def host_tensors(model: Modules, loss: nn.Module | None = None) -> dict[str, Tensor]:
     """Buffer name -> the host's own tensor. Accepts a module (and a loss module), or a plain dict of named tensors."""
     if isinstance(model, nn.Module):
-        found: dict[str, Tensor] = {f"param/{k}": p for k, p in model.named_parameters()}
-        found |= {f"param/{k}": p for k, p in hidden_parameters(model).items()}
-        found |= {f"buffer/{k}": b for k, b in model.named_buffers()}
-        if loss is not None:
-            found |= {f"param/loss.{k}": p for k, p in loss.named_parameters()}
-            found |= {f"param/loss.{k}": p for k, p in hidden_parameters(loss).items()}
-            found |= {f"buffer/loss.{k}": b for k, b in loss.named_buffers()}
+        found: dict[str, Tensor] = {}
+        for prefix, root in (("", model), ("loss.", loss)):
+            if root is not None:
+                params = {**dict(root.named_parameters()), **hidden_parameters(root)}
+                found |= {Buffer.of(Kind.PARAM, prefix + k): p for k, p in params.items()}
+                found |= {Buffer.of(Kind.BUFFER, prefix + k): b for k, b in root.named_buffers()}
         return found
     return dict(model)
 
@@ -40,78 +42,108 @@ def by_buffer(manifest: Manifest, tensors: Mapping[str, Tensor]) -> dict[str, Te
     any of their names."""
     found: dict[str, Tensor] = {}
     for name, t in tensors.items():
-        if name.startswith(("param/", "buffer/", "state/")):
+        if is_kind(name, *WEIGHTS) and "/" in name:
             found[name] = t
             continue
         own = manifest.aliases.get(name, name)
-        buffer = f"buffer/{own}" if f"buffer/{own}" in manifest.buffers else f"param/{own}"
+        buffer = Buffer.of(Kind.BUFFER, own)
+        buffer = buffer if buffer in manifest.buffers else Buffer.of(Kind.PARAM, own)
         if own == name or buffer not in found:
             found[buffer] = t
     return found
 
 
-def check_types(tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor], what: str) -> None:
-    """UserError that lists every tensor which has no buffer, or another shape or kind of numbers than its buffer. A file of 16
-    bits may be loaded into float32, and the other way round, as by load_state_dict."""
-    problems = []
-    for name, t in tensors.items():
-        b = buffers.get(name)
-        if b is None:
-            problems.append(f"{name}: not in the artifact; {did_you_mean(name, buffers)[:120]}")
-        elif b.shape != t.shape or (b.dtype != t.dtype and not b.is_floating_point() & t.is_floating_point()):
-            problems.append(f"{name}: found {t.dtype} {list(t.shape)}, expected {b.dtype} {list(b.shape)}")
-    if problems:
-        lines = "\n    ".join(problems[:20])
-        raise UserError("weights-mismatch", f"the {what} does not fit the artifact:\n    {lines}",
-                        fix="use the model that was compiled, or compile again")  # fmt: skip
+class Buffers:
+    """A session's buffers by name, with the manifest's types, in the device's memory. Names of buffers that this artifact has no
+    use for may be filled: nothing happens."""
+
+    def __init__(self, manifest: Manifest, memory: Memory) -> None:
+        self.manifest, self._memory = manifest, memory
+        self.read, self.write, self.synchronize = memory.read, memory.write, memory.synchronize
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.manifest.buffers
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.manifest.buffers)
+
+    def shape(self, name: str) -> torch.Size:
+        return torch.Size(self.manifest.buffers[name].shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return DTYPES[self.manifest.buffers[name].dtype]
+
+    def fill(self, name: str, value: float) -> None:
+        if name in self:
+            self._memory.fill(name, value)
+
+    def read_all(self, *kinds: Kind) -> dict[str, Tensor]:
+        return {name: self.read(name) for name in self if is_kind(name, *kinds)}
+
+    def check_types(self, tensors: Mapping[str, Tensor], what: str, among: Sequence[str] | None = None) -> None:
+        """UserError that lists every tensor which has no buffer, or another shape or kind of numbers than its buffer. A file of
+        16 bits may be loaded into float32, and the other way round, as by load_state_dict."""
+        known = self.manifest.buffers if among is None else among
+        problems = []
+        for name, t in tensors.items():
+            if name not in known:
+                problems.append(f"{name}: not in the artifact; {did_you_mean(name, known)[:120]}")
+                continue
+            shape, dtype = self.shape(name), self.dtype(name)
+            if shape != t.shape or (dtype != t.dtype and not (dtype.is_floating_point and t.is_floating_point())):
+                problems.append(f"{name}: found {t.dtype} {list(t.shape)}, expected {dtype} {list(shape)}")
+        if problems:
+            lines = "\n    ".join(problems[:20])
+            raise UserError("weights-mismatch", f"the {what} does not fit the artifact:\n    {lines}",
+                            fix="use the model that was compiled, or compile again")  # fmt: skip
+
+    def _known(self, tensors: Mapping[str, Tensor], transient: Sequence[str] = ()) -> dict[str, Tensor]:
+        """The tensors that have a buffer. UserError unless there is one for every parameter and buffer of the artifact,
+        `transient` ones apart."""
+        left_out = {Buffer.of(Kind.BUFFER, k) for k in transient}
+        known = {k: t for k, t in tensors.items() if k in self}
+        missing = sorted(b for b in self if is_kind(b, Kind.PARAM, Kind.BUFFER) and b not in known and b not in left_out)
+        if missing:
+            raise UserError("weights-mismatch", "the model lacks tensors that the artifact has",
+                            found=", ".join(Buffer(m).name for m in missing[:10]),
+                            fix="use the model that was compiled, or compile again")  # fmt: skip
+        self.check_types(known, "model")
+        return known
+
+    def take(self, tensors: Mapping[str, Tensor], transient: Sequence[str] = ()) -> None:
+        for name, t in self._known(tensors, transient).items():
+            self.write(name, t.detach())
+
+    def give(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copies parameters and buffers into the host's own tensors, in place: whoever holds them sees the new values."""
+        with torch.no_grad():
+            for name, t in self._known(tensors).items():
+                t.data.copy_(self.read(name))
 
 
-def _known(tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor], transient: Sequence[str] = ()) -> dict[str, Tensor]:
-    """The tensors that have a buffer. UserError unless there is one for every parameter and buffer of the artifact, `transient`
-    ones apart."""
-    wanted = {k for k in buffers if k.startswith(("param/", "buffer/"))} - {f"buffer/{k}" for k in transient}
-    known = {k: t for k, t in tensors.items() if k in buffers}
-    missing = sorted(wanted - set(known))
-    if missing:
-        raise UserError("weights-mismatch", "the model lacks tensors that the artifact has",
-                        found=", ".join(m.split("/", 1)[1] for m in missing[:10]),
-                        fix="use the model that was compiled, or compile again")  # fmt: skip
-    check_types(known, buffers, "model")
-    return known
-
-
-def to_device(tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor], transient: Sequence[str] = ()) -> None:
-    with torch.no_grad():
-        for name, t in _known(tensors, buffers, transient).items():
-            buffers[name].copy_(t)
-
-
-def to_host(tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
-    """Copies parameters and buffers into the host's own tensors, in place: whoever holds them sees the new values."""
-    with torch.no_grad():
-        for name, t in _known(tensors, buffers).items():
-            t.data.copy_(buffers[name])
-
-
-def step_counter(group: Group, names: Container[str]) -> str:
-    """Where the steps of a group are counted. Up to format 1.0 there was one counter for all groups of an optimizer."""
-    own = f"state/{group.prefix}/step"
-    return own if own in names else f"state/{group.optimizer}/step"
+def step_counter(group: Group) -> str:
+    """Where the steps of a group are counted."""
+    return Buffer.of(Kind.STATE, f"{group.prefix}/step")
 
 
 def initial_state(manifest: Manifest) -> dict[str, float]:
     """Optimizer state that does not start at zero, by buffer."""
-    return {f"state/{name}/{key}": value for g in manifest.groups for key, value in g.initial.items() for name in g.params}
+    return {
+        Buffer.of(Kind.STATE, f"{name}/{key}"): value
+        for g in manifest.groups
+        for key, value in g.initial.items()
+        for name in g.params
+    }
 
 
-def by_group(manifest: Manifest, tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def by_group(manifest: Manifest, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors of a checkpoint with a counter for each group, also where it was written with one for each optimizer."""
     found = dict(tensors)
     for group in manifest.groups:
-        counter, old = step_counter(group, buffers), f"state/{group.optimizer}/step"
-        if old in tensors and old not in buffers:
+        old = Buffer.of(Kind.STATE, f"{group.optimizer}/step")
+        if old in tensors:
             found.pop(old, None)
-            found.setdefault(counter, tensors[old])
+            found.setdefault(step_counter(group), tensors[old])
     return found
 
 
@@ -119,7 +151,7 @@ def _groups(
     manifest: Manifest, optimizers: Sequence[torch.optim.Optimizer], tensors: Mapping[str, Tensor]
 ) -> Iterator[tuple[Group, torch.optim.Optimizer, dict[str, Any], list[tuple[str, Tensor]]]]:
     """Each group of the artifact beside the host's: (group, optimizer, torch's group, [(parameter name, parameter)])."""
-    names = {id(t): k.removeprefix("param/") for k, t in tensors.items() if k.startswith("param/")}
+    names = {id(t): Buffer(k).name for k, t in tensors.items() if is_kind(k, Kind.PARAM)}
     for group in manifest.groups:
         i, j = int(group.optimizer.removeprefix("opt")), int(group.prefix.split(".g")[1])
         if i >= len(optimizers) or j >= len(optimizers[i].param_groups):
@@ -134,56 +166,46 @@ def _groups(
         yield group, optimizers[i], host, params
 
 
-def optimizers_to_device(
-    manifest: Manifest,
-    optimizers: Sequence[torch.optim.Optimizer],
-    tensors: Mapping[str, Tensor],
-    buffers: Mapping[str, Tensor],
-) -> None:
-    groups = list(_groups(manifest, optimizers, tensors))
+def optimizers_to_device(memory: Buffers, optimizers: Sequence[torch.optim.Optimizer], tensors: Mapping[str, Tensor]) -> None:
+    groups = list(_groups(memory.manifest, optimizers, tensors))
     # Before anything is changed: counts that differ are an error.
-    steps = [_steps(group, optimizer, params, manifest, buffers) for group, optimizer, _, params in groups]
+    steps = [_steps(group, optimizer, params, memory) for group, optimizer, _, params in groups]
     for (group, optimizer, _, params), made in zip(groups, steps, strict=True):
         for name, p in params:
             state = optimizer.state.get(p, {})
             for key in group.state:
-                target = buffers.get(f"state/{name}/{key}")
-                value = state.get(key)
-                if target is not None:
-                    target.copy_(value) if value is not None else target.fill_(group.initial.get(key, 0))
-        if step_counter(group, buffers) in buffers:
-            buffers[step_counter(group, buffers)].fill_(made)
+                target, value = Buffer.of(Kind.STATE, f"{name}/{key}"), state.get(key)
+                if value is None:
+                    memory.fill(target, group.initial.get(key, 0))
+                elif target in memory:
+                    memory.write(target, torch.as_tensor(value))
+        memory.fill(step_counter(group), made)
 
 
-def _steps(
-    group: Group,
-    optimizer: torch.optim.Optimizer,
-    params: Sequence[tuple[str, Tensor]],
-    manifest: Manifest,
-    buffers: Mapping[str, Tensor],
-) -> int:
+def _steps(group: Group, optimizer: torch.optim.Optimizer, params: Sequence[tuple[str, Tensor]], memory: Buffers) -> int:
     """How many steps the host's optimizer has made with a group. Parameters without a gradient make none, there and here."""
-    updated = [(n, p) for n, p in params if not group.state or any(f"state/{n}/{key}" in buffers for key in group.state)]
+    updated = [(n, p) for n, p in params if not group.state or _kept(group, n, memory)]
     states = {name: optimizer.state.get(p, {}) for name, p in updated}
-    return steps_made(states, group.prefix, group.rule, f"{group.prefix}.dampening" in manifest.hyperparameters)
+    return steps_made(states, group.prefix, group.rule, f"{group.prefix}.dampening" in memory.manifest.hyperparameters)
 
 
-def optimizers_to_host(
-    manifest: Manifest,
-    optimizers: Sequence[torch.optim.Optimizer],
-    tensors: Mapping[str, Tensor],
-    buffers: Mapping[str, Tensor],
-) -> None:
+def _kept(group: Group, parameter: str, memory: Buffers) -> dict[str, str]:
+    """The parts of a parameter's state that the session keeps."""
+    found = {key: Buffer.of(Kind.STATE, f"{parameter}/{key}") for key in group.state}
+    return {key: buffer for key, buffer in found.items() if buffer in memory}
+
+
+def optimizers_to_host(memory: Buffers, optimizers: Sequence[torch.optim.Optimizer], tensors: Mapping[str, Tensor]) -> None:
     """Fills torch's optimizer state as if the steps had been made there, so that host training can go on."""
-    for group, optimizer, _, params in _groups(manifest, optimizers, tensors):
-        steps = int(buffers[step_counter(group, buffers)])
+    for group, optimizer, _, params in _groups(memory.manifest, optimizers, tensors):
+        steps = int(memory.read(step_counter(group)))
         for name, p in params:
-            known = [key for key in group.state if f"state/{name}/{key}" in buffers]
+            known = _kept(group, name, memory)
             if steps == 0 or not known:
                 continue
             state = optimizer.state[p]
-            for key in known:
-                state[key] = buffers[f"state/{name}/{key}"].clone()
+            for key, buffer in known.items():
+                state[key] = memory.read(buffer)
             if group.rule != "sgd":
                 state["step"] = torch.tensor(float(steps))
 

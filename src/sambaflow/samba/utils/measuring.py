@@ -33,9 +33,9 @@ def _once(runner: Any, given: list[Any], forward_only: bool, steps: int) -> Call
 
 def _can_repeat(runner: Any, iterations: int) -> bool:
     """All iterations' inputs side by side, where that is no more than 256 MB."""
-    m = runner.manifest
-    size = sum(a.type.type().num_bytes for a in m.inputs) * m.num_micro_batches
-    return m.batch_dim == 0 and bool(m.losses) and size * iterations <= 256e6
+    s = runner.signature
+    size = sum(a.type.type().num_bytes for a in s.inputs) * s.num_micro_batches
+    return s.batch_dim == 0 and bool(s.losses) and size * iterations <= 256e6
 
 
 def measure_performance(

@@ -1,12 +1,13 @@
-"""One file per device. A backend turns a Plan's programs into members of the artifact, and says what they will need."""
+"""One file per device. A backend names the passes that its code wants, turns a Plan's programs into members of the artifact, and
+says what a machine must have to run them."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from ...found import module_of
 from ...plan.plan import Plan
 from ..cache import Cache
 
@@ -15,22 +16,22 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Built:
-    """What a backend made: libraries of native code, and what a machine must have to run them."""
+    """What a backend made."""
 
-    libraries: dict[str, bytes] = field(default_factory=dict)
-    library_of: dict[str, str] = field(default_factory=dict)  # program -> the library that holds its code
-    driver: bytes | None = None
-    features: list[str] = field(default_factory=list)
-    glibc: list[int] = field(default_factory=list)
+    members: dict[str, bytes] = field(default_factory=dict)  # native/<name>.<kind> -> code
+    code_of: dict[str, str] = field(default_factory=dict)  # program -> the member that holds its code
+    needs: dict[str, str | list[int | str]] = field(default_factory=dict)  # the fingerprint's own part of this device
     notes: dict[str, str] = field(default_factory=dict)  # program -> "cached", or why it was compiled
     called: dict[str, tuple[str, ...]] = field(default_factory=dict)  # program -> operators called through torch's dispatcher
 
 
 class Backend(Protocol):
+    passes: tuple[str, ...]  # of plan.CHANGES, and "pieces"
+    computes: bool  # whether there are numbers to compare with eager PyTorch's
+    generates: bool  # whether it may do with less where its code is wrong: without a pass, or with operators called
+
     def build(self, name: str, plan: Plan, cache: Cache | None, report: Report) -> Built: ...
 
 
 def backend_for(device: str) -> Backend:
-    """The backend in the file of that name."""
-    module = importlib.import_module(f"{__name__}.{device}")
-    return module.backend  # type: ignore[no-any-return]
+    return module_of("backends", device).backend  # type: ignore[no-any-return]

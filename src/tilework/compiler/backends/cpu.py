@@ -24,7 +24,7 @@ from ...errors import BugError, MachineError, TileworkWarning
 from ...plan import aliases
 from ...plan.options import Options
 from ...plan.pieces import Cut
-from ...plan.plan import Plan
+from ...plan.plan import CHANGES, Plan
 from .. import assemble, calls, codegen_cpu, inductor_fixes, known, lowerings, memory, plain, to_fx, toolchain
 from ..cache import Cache, Found, Parts, disk_errors
 from ..workers import Job, num_workers, started
@@ -75,6 +75,9 @@ def common_parts(options: Options) -> Parts:
 
 
 class CpuBackend:
+    passes = (*CHANGES, "pieces")
+    computes = generates = True
+
     def build(self, name: str, plan: Plan, cache: Cache | None, report: Report) -> Built:
         """Operators without generated code are called through torch's dispatcher."""
         while True:
@@ -104,7 +107,7 @@ class CpuBackend:
 
         def compile_sources(library: str, sources: dict[str, str], scratch: Path) -> bytes:
             text = "\n".join(sources[program] for program in libraries[library])
-            return toolchain.shared_library(text, _effort(library, options), scratch, library, header, cache.folder / "headers")
+            return toolchain.shared_library(text, _effort(library, plan), scratch, library, header, cache.folder / "headers")
 
         def compile_one(source: str) -> Future[bytes]:
             def compiled() -> bytes:
@@ -125,7 +128,7 @@ class CpuBackend:
             graphs = {f"graph of {p}": f"{plan.programs[p].digest()} {plan.programs[p].abi()}" for p in members}
             graphs |= {f"calls of {p}": " ".join(plan.called[p]) for p in members if p in plan.called}
             graphs |= {f"pieces of {p}": cuts[p].digest() for p in members if p in cuts}
-            parts = {**common, **graphs, "flags": shlex.join(toolchain.flags(_effort(library, options)))}
+            parts = {**common, **graphs, "flags": shlex.join(toolchain.flags(_effort(library, plan)))}
             hit = cache.look(f"{name}.{library}", parts)
             if hit is not None:
                 found[library] = hit
@@ -185,20 +188,27 @@ class CpuBackend:
                     raise codegen_cpu.NoCode(left[0], (), e.found) from e
             driver_code = driver.result().code
         return Built(
-            libraries={library: found[library].code for library in libraries},
-            library_of=library_of,
-            driver=driver_code,
-            features=toolchain.needed_features(options),
-            glibc=toolchain.glibc_needed([*(f.code for f in found.values()), driver_code]),
+            members={**{_member(library): found[library].code for library in libraries}, "native/driver.so": driver_code},
+            code_of={p: _member(library) for p, library in library_of.items()},
+            needs={
+                "architecture": platform.machine(),
+                "features": [*toolchain.needed_features(options)],
+                "glibc": [*toolchain.glibc_needed([*(f.code for f in found.values()), driver_code])],
+            },
             notes={p: _note(found[library]) for p, library in library_of.items()},
             called=dict(plan.called),
         )
 
 
-def _effort(library: str, options: Options) -> Options:
+def _effort(library: str, plan: Plan) -> Options:
     """The third level of optimization is kept for the fused step, where it makes a few percent; it can take g++ half again
     as long. The precompiled header serves both."""
-    return options if library in (*FUSED, PIECES) else replace(options, opt_level=min(options.opt_level, 2))
+    fused = library == PIECES or plan.roles.get(library) in FUSED
+    return plan.options if fused else replace(plan.options, opt_level=min(plan.options.opt_level, 2))
+
+
+def _member(library: str) -> str:
+    return f"native/{library}.so"
 
 
 def _note(found: Found) -> str:
@@ -211,10 +221,11 @@ def _libraries(plan: Plan, cuts: Mapping[str, Cut]) -> dict[str, list[str]]:
     several cores can compile at once."""
     if cuts:
         return {PIECES: list(plan.programs)}
-    small = [p for p in plan.programs if p not in FUSED]
+    fused = [p for p in plan.programs if plan.roles[p] in FUSED]
+    small = [p for p in plan.programs if p not in fused]
     if len(small) < 2 or sum(len(plan.programs[p].nodes) for p in small) > SMALL:
         return {p: [p] for p in plan.programs}
-    return {**{p: [p] for p in plan.programs if p in FUSED}, "sections": small}
+    return {**{p: [p] for p in fused}, "sections": small}
 
 
 class _Pieces:

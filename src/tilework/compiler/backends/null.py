@@ -8,6 +8,10 @@ from . import Built, Report
 
 
 class NullBackend:
+    passes = ()
+    computes = False
+    generates = False
+
     def build(self, name: str, plan: Plan, cache: Cache | None, report: Report) -> Built:
         return Built(notes=dict.fromkeys(plan.programs, "nothing to do"))
 

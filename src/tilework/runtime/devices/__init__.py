@@ -1,15 +1,17 @@
-"""One file per device. A device runs programs over a session's buffers; it knows nothing of models or optimizers."""
+"""One file per device. A device owns the memory of a session's buffers and runs programs over them; it knows nothing of models or
+optimizers."""
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 import torch
 
+from ...artifact.fingerprint import Part
 from ...artifact.reader import Artifact
+from ...found import module_of
 from ...random import next_seed
 from ...tiles.page import EXEC, Slot
 
@@ -76,10 +78,43 @@ class Metered:
         self._page.add_steps(self._steps)
 
 
+Needs = Mapping[str, str | list[int | str]]
+
+
+class Memory(Protocol):
+    """The buffers of a session, wherever they are. What comes and goes are tensors of the host."""
+
+    num_bytes: int
+
+    def read(self, buffer: str) -> torch.Tensor:
+        """A copy."""
+
+    def write(self, buffer: str, value: torch.Tensor) -> None:
+        """`value` has the buffer's shape; it is converted to its type."""
+
+    def fill(self, buffer: str, value: float) -> None: ...
+
+    def synchronize(self) -> None:
+        """Returns when all that was asked for before is done."""
+
+
 class Device(Protocol):
-    """A loaded artifact on one device. `buffers` is shared with the session, which owns the memory."""
+    """A loaded artifact on one device."""
+
+    replays: ClassVar[bool]  # whether it runs artifacts of other devices, by their graphs
+    computes: ClassVar[bool]  # whether there are numbers to look at
+    memory: Memory  # a buffer for each of the manifest's, zeroed; those of a bucket lie side by side
+
+    def __init__(self, artifact: Artifact, num_threads: int | None) -> None: ...
+
+    @staticmethod
+    def fits(needs: Needs) -> list[Part]:
+        """What the fingerprint's own part of this device needs, and what there is here."""
 
     def bind(self, call: Call) -> Bound: ...
+
+    def meter(self, page: Slot) -> bool:
+        """Whether the device keeps the page itself from now on."""
 
     def seed(self, base: int, counter: int = 0, inferred: int = 0) -> None:
         """The next micro-batch draws its random numbers from (base, counter), the one after from counter + 1. Those of
@@ -96,6 +131,10 @@ def inference_base(base: int) -> int:
     return next_seed(base ^ 0x6A09E667F3BCC908, 0)
 
 
-def open_device(name: str, artifact: Artifact, buffers: dict[str, torch.Tensor], num_threads: int | None) -> Device:
-    module = importlib.import_module(f"{__name__}.{name}")
-    return module.Device(artifact, buffers, num_threads)  # type: ignore[no-any-return]
+def rank_base(seed: int, rank: int) -> int:
+    """Where a replica's streams start: rank 0 draws what a process alone would draw, the others numbers of their own."""
+    return seed if rank == 0 else next_seed(seed ^ 0x3C6EF372FE94F82B, rank)
+
+
+def device_class(name: str) -> type[Device]:
+    return module_of("devices", name).Device  # type: ignore[no-any-return]

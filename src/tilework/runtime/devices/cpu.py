@@ -10,6 +10,7 @@ import ctypes
 import fcntl
 import itertools
 import os
+import platform
 import weakref
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, Structure, c_char_p, c_int, c_int32, c_int64, c_size_t, c_uint64, c_void_p
@@ -17,10 +18,12 @@ from pathlib import Path
 
 import torch
 
+from ...artifact.fingerprint import Part, machine_features, version
 from ...artifact.reader import Artifact
 from ...errors import BugError, MachineError, UserError
 from ...tiles.page import Slot, use_native
-from . import Call, NotANumber, inference_base
+from . import Call, Needs, NotANumber, inference_base
+from .host import HostMemory
 
 _NAN = 2
 _ERROR_SIZE = 1024
@@ -107,9 +110,25 @@ def _in_a_child() -> None:
 os.register_at_fork(after_in_child=_in_a_child)
 
 
+def _texts(needs: Needs, name: str) -> list[str]:
+    value = needs.get(name, [])
+    return list(map(str, value)) if isinstance(value, list) else [str(value)]
+
+
+def _numbers(needs: Needs, name: str) -> list[int]:
+    value = needs.get(name, [])
+    return [v for v in value if isinstance(v, int)] if isinstance(value, list) else []
+
+
 class Device:
-    def __init__(self, artifact: Artifact, buffers: dict[str, torch.Tensor], num_threads: int | None) -> None:
-        self.buffers = buffers
+    replays, computes = False, True
+
+    def __init__(self, artifact: Artifact, num_threads: int | None) -> None:
+        if "native/driver.so" not in artifact.native or any(p.code is None for p in artifact.manifest.programs.values()):
+            raise UserError("artifact-manifest", f"{artifact.path}: an artifact for the cpu device lacks native code",
+                            fix="compile the model again")  # fmt: skip
+        self.memory = HostMemory(artifact)
+        self.buffers = buffers = self.memory.tensors
         self.handles: dict[str, c_void_p] = {}
         if num_threads is not None:
             torch.set_num_threads(num_threads)  # OpenMP is torch's own copy: its threads are the programs' threads
@@ -144,6 +163,21 @@ class Device:
             self.programs[name] = _Program(ctypes.cast(library[f"tilework_run_{name}"], c_void_p), handles)
             self._release.append(library[f"tilework_release_{name}"])
             self._keep.append(handles)
+
+    @staticmethod
+    def fits(needs: Needs) -> list[Part]:
+        here = platform.machine()
+        architecture, features, glibc = str(needs.get("architecture")), _texts(needs, "features"), _numbers(needs, "glibc")
+        missing = sorted(set(features) - machine_features())
+        wider = "x86-64-v3" if here == "x86_64" else "baseline"
+        libc = [int(p) for p in (platform.libc_ver()[1] or "0").split(".")[:2]]
+        return [
+            Part("architecture", architecture, here, architecture == here, "compile again on this kind of machine"),
+            Part("instruction set", " ".join(features) or "none beyond the architecture's",
+                 f"all but {' '.join(missing)}" if missing else "all of them", not missing,
+                 f"compile again here, or with --isa {wider} for a wider range of machines"),
+            Part("glibc", version(glibc), version(libc), libc >= glibc, "compile again on this machine"),
+        ]  # fmt: skip
 
     def _pin(self) -> None:
         """Binds worker threads to cores, where this process uses every core that it may use. With fewer threads than cores

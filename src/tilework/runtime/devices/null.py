@@ -6,13 +6,25 @@ from collections.abc import Sequence
 
 import torch
 
+from ...artifact.fingerprint import Part
 from ...artifact.reader import Artifact
-from . import Call
+from ...tiles.page import Slot
+from . import Call, Needs
+from .host import HostMemory
 
 
 class Device:
-    def __init__(self, artifact: Artifact, buffers: dict[str, torch.Tensor], num_threads: int | None) -> None:
-        pass
+    replays, computes = True, False
+
+    def __init__(self, artifact: Artifact, num_threads: int | None) -> None:
+        self.memory = HostMemory(artifact)
+
+    @staticmethod
+    def fits(needs: Needs) -> list[Part]:
+        return []
+
+    def meter(self, page: Slot) -> bool:
+        return False
 
     def bind(self, call: Call) -> _Bound:
         return _Bound()

@@ -11,11 +11,14 @@ from typing import Any
 import torch
 
 from ... import operators  # noqa: F401  (defines our own operators)
+from ...artifact.fingerprint import Part
 from ...artifact.graph import Graph, Ref
 from ...artifact.reader import Artifact
 from ...errors import MachineError, UserError
 from ...random import next_seed
-from . import Call, NotANumber, inference_base
+from ...tiles.page import Slot
+from . import Call, Needs, NotANumber, inference_base
+from .host import HostMemory
 
 # Our own operators that graphs are made of. Others of ours only stand in for something while native code is generated.
 _OWN = frozenset(
@@ -80,8 +83,11 @@ class Replay:
 
 
 class Device:
-    def __init__(self, artifact: Artifact, buffers: dict[str, torch.Tensor], num_threads: int | None) -> None:
-        self.buffers = buffers
+    replays = computes = True
+
+    def __init__(self, artifact: Artifact, num_threads: int | None) -> None:
+        self.memory = HostMemory(artifact)
+        self.buffers = self.memory.tensors
         self.programs = {name: Replay(graph) for name, graph in artifact.graphs.items()}
         self.seed(0)
 
@@ -91,6 +97,13 @@ class Device:
 
     def random_state(self) -> tuple[int, int, int]:
         return self.bases["next"], self.counters["next"], self.counters["own"]
+
+    @staticmethod
+    def fits(needs: Needs) -> list[Part]:
+        return []
+
+    def meter(self, page: Slot) -> bool:
+        return False
 
     def bind(self, call: Call) -> _Bound:
         return _Bound(self, call)

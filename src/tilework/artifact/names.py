@@ -1,0 +1,78 @@
+"""Names of buffers: what kind of memory it is, and what it is called there. `param/conv1.weight`, `hyper/opt0.g0.lr`.
+
+Buffers that belong to one signature alone, and not to the first, begin with its name: `16:input/x`. In files and graphs these
+are plain strings."""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+
+
+class Kind(StrEnum):
+    PARAM = "param"
+    BUFFER = "buffer"  # a module's own: running statistics, masks
+    STATE = "state"  # the optimizer's: <parameter>/<name>, and <group>/step
+    HYPER = "hyper"
+    CONST = "const"  # tensors that the model holds outside of its buffers
+    RNG = "rng"
+    GRAD = "grad"
+    INPUT_GRAD = "inputgrad"
+    INPUT = "input"
+    OUTPUT = "output"
+    INFER = "infer"  # outputs in eval mode
+    OUTGRAD = "outgrad"  # what backward starts from
+    SAVED = "saved"  # what fwd keeps for bwd
+    CHECK = "check"  # one number for each check of values: NaN where it fails
+
+
+WEIGHTS = (Kind.PARAM, Kind.BUFFER, Kind.STATE)  # what training changes, and a checkpoint holds
+# The memory of one signature: everything whose shape may follow from the batch.
+OWN = (Kind.INPUT, Kind.INPUT_GRAD, Kind.OUTPUT, Kind.INFER, Kind.OUTGRAD, Kind.SAVED, Kind.CHECK)
+
+
+class Buffer(str):
+    """A buffer's name, taken apart: Buffer(name).kind. Buffer.of puts one together."""
+
+    __slots__ = ()
+
+    @staticmethod
+    def of(kind: Kind, name: str, signature: str = "") -> str:
+        return f"{signature}:{kind.value}/{name}" if signature else f"{kind.value}/{name}"
+
+    @property
+    def signature(self) -> str:
+        """Empty for what all signatures share, and for the first one's own."""
+        return self.partition("/")[0].rpartition(":")[0]
+
+    @property
+    def kind(self) -> Kind:
+        return Kind(self.partition("/")[0].rpartition(":")[2])
+
+    @property
+    def name(self) -> str:
+        return self.partition("/")[2]
+
+
+def is_kind(buffer: str, *kinds: Kind) -> bool:
+    """False also for what is no buffer at all: the name of a node."""
+    return buffer.partition("/")[0].rpartition(":")[2] in kinds
+
+
+# ---- hyperparameters ----
+
+_GROUP = re.compile(r"opt\d+\.g\d+\.(?!p$|p#)\w+$")
+
+
+class Hyper(StrEnum):
+    """What a hyperparameter belongs to."""
+
+    GROUP = "group"  # of an optimizer: opt0.g1.lr
+    CLIP = "clip"  # clip_norm, clip_value
+    DROPOUT = "dropout"  # encoder.drop.p
+
+
+def hyper_kind(name: str) -> Hyper:
+    if name in ("clip_norm", "clip_value"):
+        return Hyper.CLIP
+    return Hyper.GROUP if _GROUP.match(name) else Hyper.DROPOUT
