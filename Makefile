@@ -6,19 +6,20 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
+FRONTENDS := $(patsubst %/pyproject.toml,./%,$(wildcard frontends/*/pyproject.toml))
 
 .PHONY: setup demo test test-full coverage bench bench-smoke lint wheel clean
 
 setup: $(VENV)/.ready
 
 # Everything pinned: requirements.lock holds exact versions, torch first, on its own, so that nothing pulls another one.
-$(VENV)/.ready: requirements.lock pyproject.toml scripts/prerequisites.sh
+$(VENV)/.ready: requirements.lock pyproject.toml $(FRONTENDS:%=%/pyproject.toml) scripts/prerequisites.sh
 	@PYTHON=$(PYTHON) sh scripts/prerequisites.sh
 	@echo "making $(VENV) (torch and the rest: a minute or two)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/pip install -q --disable-pip-version-check torch==2.13.0
 	@$(BIN)/pip install -q --disable-pip-version-check -r requirements.lock
-	@$(BIN)/pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@$(BIN)/pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e . $(FRONTENDS:%=-e %)
 	@touch $@
 
 demo: setup
@@ -58,7 +59,7 @@ bench-smoke: $(VENV)/.bench-ready
 	@$(BIN)/python -m bench --smoke $(ARGS)
 
 wheel: setup
-	@$(BIN)/python -m build --wheel --no-isolation
+	@for place in . $(FRONTENDS); do $(BIN)/python -m build --wheel --no-isolation --outdir dist $$place || exit 1; done
 
 clean:
 	rm -rf $(VENV) build dist out src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,4 +1,4 @@
-"""Writes the table of the interface into docs/sambaflow.md, from src/sambaflow/surface.py."""
+"""Writes the table of the interface into docs/sambaflow.md, from frontends/sambaflow/src/sambaflow/surface.py."""
 
 from pathlib import Path
 

@@ -52,7 +52,7 @@ def test_sessions_in_threads_do_not_disturb_each_other() -> None:
             time.sleep(0.1)
 
     threads = [
-        threading.Thread(target=work, args=(p.slot(), state, wait)) for state, wait in ((page.EXEC, 0.0), (page.ALOAD, 0.05))
+        threading.Thread(target=work, args=(p.slot(), state, wait)) for state, wait in ((page.EXEC, 0.0), (page.COPY, 0.05))
     ]
     for t in threads:
         t.start()
@@ -63,7 +63,7 @@ def test_sessions_in_threads_do_not_disturb_each_other() -> None:
     after = p.read()
     spent = shares(before, after)
     assert after.state == page.IDLE and after.stuck == 0 and sum(spent.values()) == pytest.approx(100)
-    assert 55 < spent["exec"] < 75 and 25 < spent["aload"] < 45
+    assert 55 < spent["exec"] < 75 and 25 < spent["copy"] < 45
 
 
 def test_what_many_do_at_once_counts_once() -> None:
@@ -185,14 +185,14 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 ACTIONS = {
-    "aload: gradients": "session.gradients()",
+    "copy: gradients": "session.gradients()",
     "exec": "session.run(x, y, num_steps=40)",
-    "aload": "session.load_tensors(tensors)",
-    "aload: tensors": "session.tensors()",
-    "aload: state_dict": "session.state_dict()",
-    "aload: inputs that must be made dense": "null.run(strided, strided, num_steps=40, outputs='loss')",
-    "chkpt": "session.save('checkpoint')",
-    "pload": "other = tilework.load(sys.argv[1]); other.close()",
+    "copy": "session.load_tensors(tensors)",
+    "copy: tensors": "session.tensors()",
+    "copy: state_dict": "session.state_dict()",
+    "copy: inputs that must be made dense": "null.run(strided, strided, num_steps=40, outputs='loss')",
+    "save": "session.save('checkpoint')",
+    "load": "other = tilework.load(sys.argv[1]); other.close()",
     "idle": "time.sleep(0.05)",
 }
 PROGRAM = """
@@ -230,7 +230,7 @@ def test_one_kind_of_work_moves_one_column(artifact: Path, run_folder: Path, tmp
         name = name.split(":")[0]
         others = max(v for c, v in share.items() if c not in (name, "idle"))
         # Loading also moves the weights that are inside the file.
-        assert share[name] > (60 if name in ("pload", "exec") else 75) and others < (30 if name == "pload" else 10), (name, share)
+        assert share[name] > (60 if name in ("load", "exec") else 75) and others < (30 if name == "load" else 10), (name, share)
 
 
 BARRIER = """
@@ -250,14 +250,14 @@ print(json.dumps([(b - a) / 1e9 for a, b in zip(before, after)]))
 """
 
 
-def test_waiting_at_a_barrier_is_quiesce(artifact: Path, run_folder: Path, tmp_path: Path) -> None:
+def test_waiting_at_a_barrier_is_wait(artifact: Path, run_folder: Path, tmp_path: Path) -> None:
     processes = [subprocess.Popen([sys.executable, "-c", BARRIER, str(artifact), str(rank), str(tmp_path / "store")], text=True,
                                   stdout=subprocess.PIPE, env={**os.environ, "TILEWORK_PLATFORM": "SN10-8"})
                  for rank in (0, 1)]  # fmt: skip
     slow, waiting = (json.loads(p.communicate(timeout=120)[0].splitlines()[-1]) for p in processes)
-    quiesce, idle = COLUMNS.index("quiesce"), COLUMNS.index("idle")
-    assert waiting[quiesce] > 0.5 and slow[idle] > 0.5 and slow[quiesce] < 0.3
-    assert all(t < 0.1 for i, t in enumerate(waiting) if i not in (quiesce, idle))
+    wait, idle = COLUMNS.index("wait"), COLUMNS.index("idle")
+    assert waiting[wait] > 0.5 and slow[idle] > 0.5 and slow[wait] < 0.3
+    assert all(t < 0.1 for i, t in enumerate(waiting) if i not in (wait, idle))
 
 
 def test_a_barrier_lets_other_threads_run(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,9 +269,9 @@ def test_a_barrier_lets_other_threads_run(artifact: Path, monkeypatch: pytest.Mo
     thread = threading.Thread(target=session.barrier)
     thread.start()
     try:
-        assert at_it.wait(20) and session.page._page.read().state == page.QUIESCE
+        assert at_it.wait(20) and session.page._page.read().state == page.WAIT
         session.run(torch.randn(16, 1024), torch.randn(16, 1024))
-        assert session.page._page.read().state == page.QUIESCE
+        assert session.page._page.read().state == page.WAIT
     finally:
         done.set()
         thread.join()
@@ -351,7 +351,7 @@ def test_two_sessions_busy_at_the_same_time(artifact: Path) -> None:
         busy += max(0.0, to - max(from_, until))
         until = max(until, to)
     spent = shares(before, after)
-    assert spent["exec"] + spent["aload"] == pytest.approx(100e9 * busy / (after.at - before.at), abs=5), spent
+    assert spent["exec"] + spent["copy"] == pytest.approx(100e9 * busy / (after.at - before.at), abs=5), spent
     assert sum(b - a for a, b in zip(before.times, after.times, strict=True)) == after.at - before.at
     for session in sessions:
         session.close()

@@ -149,7 +149,7 @@ def test_platforms() -> None:
                   (Gpu(0, "GPU", "1", 10, 1, 2),))  # fmt: skip
     host = detect("host", Site(), two)
     assert [len(c) for c in host.chips] == [3, 3, 3, 3, 4] and not host.virtual
-    assert host.tiles[-1].path == "/XRDU_2/RDU_0/TILE_3" and [t.multiprocessors for t in host.chips[-1]] == [2, 3, 2, 3]
+    assert host.tiles[-1].path == "/board_2/chip_0/tile_3" and [t.multiprocessors for t in host.chips[-1]] == [2, 3, 2, 3]
     assert host.tiles[-1].cpus == (8, 9, 10)
     with pytest.raises(UserError, match="SN10-8"):
         detect("SN10", Site(), two)

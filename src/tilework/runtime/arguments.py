@@ -14,7 +14,7 @@ from ..artifact.graph import DTYPES, dtype_name
 from ..artifact.manifest import Argument, Signature
 from ..artifact.structure import Structure, flatten
 from ..errors import TileworkWarning, UserError, did_you_mean
-from ..tiles.page import ALOAD, Slot
+from ..tiles.page import COPY, Slot
 
 
 def _is_leaf(value: Any) -> bool:
@@ -153,7 +153,7 @@ class InputPlan:
                     break
             else:
                 return args
-        with self._page.during(ALOAD):
+        with self._page.during(COPY):
             return self._long_way(flat_inputs(args, self.expected, self.structure))
 
     def _long_way(self, leaves: list[Tensor]) -> list[Tensor]:

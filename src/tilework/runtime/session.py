@@ -23,7 +23,7 @@ from ..artifact.names import WEIGHTS, Buffer, Kind, is_kind
 from ..artifact.reader import Artifact, read_artifact
 from ..artifact.structure import unflatten
 from ..errors import TileworkError, UserError, did_you_mean
-from ..tiles.page import ALOAD, CHKPT, PLOAD, QUIESCE
+from ..tiles.page import COPY, LOAD, SAVE, WAIT
 from . import checkpoint, sync
 from .advice import advise
 from .arguments import InputPlan, by_name, joined
@@ -236,7 +236,7 @@ class Session:
         if "opt" in wanted:
             self._advise()
         if out_grads is not None:
-            with self.page.during(ALOAD):
+            with self.page.during(COPY):
                 self._set_out_grads(calls, out_grads)
         result = Result(None, [])
         if "fwd" in wanted:
@@ -295,7 +295,7 @@ class Session:
                 raise
             self._ran_forward = False
             if several:
-                with self.page.during(ALOAD):
+                with self.page.during(COPY):
                     outputs = [joined(o, s.batch_dim) for o in outputs]
         return unflatten(s.infer_structure, iter(outputs))
 
@@ -414,19 +414,19 @@ class Session:
         if not self._kept_gradients:
             raise UserError("run-gradients", "there are no gradients to read: the fused step does not keep them",
                             fix="run with keep_gradients=True, or run the sections fwd and bwd")  # fmt: skip
-        with self._lock, self.page.during(ALOAD):
+        with self._lock, self.page.during(COPY):
             kept = [b for b in map(Buffer, self.memory) if b in self._kept_gradients]
             return {b.name if b.kind == Kind.GRAD else f"input/{b.name}": self.memory.read(b) for b in kept}
 
     def tensors(self) -> dict[str, Tensor]:
         """Copies of everything that training changes: param/..., buffer/..., state/..."""
-        with self._lock, self.page.during(ALOAD):
+        with self._lock, self.page.during(COPY):
             return self.memory.read_all(*WEIGHTS)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Parameters and buffers by their names in the model: what model.load_state_dict takes. Tied ones have each name."""
         m = self.manifest
-        with self._lock, self.page.during(ALOAD):
+        with self._lock, self.page.during(COPY):
             own = {Buffer(b).name: t for b, t in self.memory.read_all(Kind.PARAM, Kind.BUFFER).items()}
         own |= {alias: own[name] for alias, name in m.aliases.items() if name in own}
         return {k: t for k, t in own.items() if k not in m.transient}
@@ -441,7 +441,7 @@ class Session:
         loss: nn.Module | None = None,
     ) -> None:
         """Copy the host's parameters and buffers, and optimizer state if given, to the session."""
-        with self._lock, self.page.during(ALOAD):
+        with self._lock, self.page.during(COPY):
             tensors = sync.by_buffer(self.manifest, sync.host_tensors(model, loss))
             self.memory.take(tensors, () if isinstance(model, nn.Module) else self.manifest.transient)
             optimizers = None if optimizer is None else sync.several(optimizer)
@@ -458,7 +458,7 @@ class Session:
         loss: nn.Module | None = None,
     ) -> None:
         """Copy the session's parameters and buffers, and optimizer state if asked for, into the host's objects."""
-        with self._lock, self.page.during(ALOAD):
+        with self._lock, self.page.during(COPY):
             tensors = sync.by_buffer(self.manifest, sync.host_tensors(model, loss))
             self.memory.give(tensors)
             if optimizer is not None:
@@ -468,7 +468,7 @@ class Session:
 
     def save(self, path: str | Path) -> None:
         """Everything that training changes, as safetensors, whole or not at all. load() goes on from there."""
-        with self.page.beside(CHKPT):  # only the copy keeps others from running: files are slow
+        with self.page.beside(SAVE):  # only the copy keeps others from running: files are slow
             with self._lock:
                 tensors = self.memory.read_all(*WEIGHTS)
                 notes = {"artifact": self.artifact.digest, "num_steps": self.num_steps, "random": self.random_state()}
@@ -477,7 +477,7 @@ class Session:
     def load(self, path: str | Path) -> None:
         """Weights from a file that save() or compile wrote, or of any safetensors file with the model's names (a Hugging Face
         checkpoint: its file, or its folder); optimizer state too where the file has it, or else a fresh one."""
-        with self._lock, self.page.during(CHKPT):
+        with self._lock, self.page.during(SAVE):
             tensors, notes = checkpoint.read(path)
             self._load_tensors(tensors)
             self.num_steps = int(notes.get("num_steps", 0))
@@ -485,7 +485,7 @@ class Session:
                 self.seed(*notes["random"])
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        with self._lock, self.page.during(ALOAD):
+        with self._lock, self.page.during(COPY):
             self._load_tensors(tensors)
 
     def _load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
@@ -499,9 +499,9 @@ class Session:
         self._has_weights, self._ran_forward = True, False
 
     def barrier(self) -> None:
-        """Wait for the other ranks of torch.distributed, where it is up. The wait is shown as `quiesce`."""
+        """Wait for the other ranks of torch.distributed, where it is up. The wait is shown as `wait`."""
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            with self.page.beside(QUIESCE):  # other threads may run meanwhile: the ranks may be waiting for what they do
+            with self.page.beside(WAIT):  # other threads may run meanwhile: the ranks may be waiting for what they do
                 torch.distributed.barrier()
 
     def close(self) -> None:
@@ -559,7 +559,7 @@ def load(
         read_artifact(path, trust=trust)  # says what is wrong, before anybody waits for tiles
     footing = Footing(tiles)
     try:
-        with footing.page.during(PLOAD):
+        with footing.page.during(LOAD):
             artifact = read_artifact(path, trust=trust)
             session = Session(artifact, device=device, weights=weights, num_threads=num_threads, seed=seed,
                               nan_error=nan_error, rank=rank, footing=footing)  # fmt: skip

@@ -2,7 +2,7 @@
 
 Each session has a slot of its own and writes there alone, one call at a time; slot 0 is the process's. Its second half is the
 process's record: where its time goes. At every moment the process is in one state, whatever its threads do: the first of exec,
-pload, aload, chkpt and quiesce that some session is in, else idle. So the columns are measured, none is counted twice, and they
+load, copy, save and wait that some session is in, else idle. So the columns are measured, none is counted twice, and they
 add up to the time that went by. A writer makes the record's sequence number odd, changes fields, and makes it even again.
 
 Numbers are int64, times nanoseconds of the monotonic clock, which all processes of a machine share. The native driver
@@ -25,8 +25,8 @@ from dataclasses import dataclass
 SIZE, SLOT, RECORD = 16384, 256, 128
 NUM_SLOTS = SIZE // SLOT
 MAGIC = 0x33454C4954  # "TILE3": with the layout, its last letter changes
-COLUMNS = ("idle", "exec", "pload", "aload", "chkpt", "quiesce")
-IDLE, EXEC, PLOAD, ALOAD, CHKPT, QUIESCE = range(6)
+COLUMNS = ("idle", "exec", "load", "copy", "save", "wait")
+IDLE, EXEC, LOAD, COPY, SAVE, WAIT = range(6)
 # Of a slot. The state lies before the time and is written after it: who reads a state never sees the time of an earlier one.
 _MAGIC, _STATE, _SINCE, _STEPS, _LOSS, _BYTES = range(6)
 _SLOT = struct.Struct("<6q")
@@ -257,7 +257,7 @@ def read(data: bytes, now: int) -> Reading | None:
             if number == 0:
                 return None
             continue
-        if v[_STATE] in (EXEC, QUIESCE):
+        if v[_STATE] in (EXEC, WAIT):
             stuck = max(stuck, now - v[_SINCE])
         steps += v[_STEPS]
         num_bytes += v[_BYTES]

@@ -38,7 +38,7 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     boards: int
     chips: int
     tiles: int
-    levels: tuple[str, str, str] | None = None  # None: as on every other platform
+    levels: tuple[str, str, str] | None = None  # None: board, chip, tile
     cpus: list[list[int]] | None = None
 
 

@@ -1,4 +1,5 @@
-"""node -> board -> chip -> tile. The shape is the machine's own (platform `host`), a named one, or the site file's.
+"""node -> board -> chip -> tile. The shape is the machine's own (platform `host`), a named one, or the site file's. Distributions
+bring named ones by entry points of the group tilework.platforms: modules with PLATFORMS = {name: what a site file's [shape] has}.
 
 On a named platform the tiles are virtual: they share the machine's cores in a fixed way. Of T tiles on n cores, tile i has the
 cores from floor(i n / T) up to floor((i + 1) n / T), at least one: neighbours share a core where there are more tiles than cores.
@@ -7,11 +8,10 @@ cores from floor(i n / T) up to floor((i + 1) n / T), at least one: neighbours s
 from __future__ import annotations
 
 import os
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
+from importlib.metadata import entry_points
 from typing import Any
 
 from ..errors import UserError, did_you_mean
@@ -19,6 +19,7 @@ from .machine import Core, Gpu, Machine, machine
 from .site import Shape, Site, read_site
 
 HOST = "host"
+LEVELS = ("board", "chip", "tile")
 GPU_TILES = 4  # a GPU is leased in quarters
 
 
@@ -80,14 +81,12 @@ def node_of(seen: Mapping[str, Any]) -> Node:
 
 
 @cache
-def _named() -> tuple[tuple[str, str, str], dict[str, Shape]]:
-    content = tomllib.loads((Path(__file__).parent / "platforms.toml").read_text())
-    first, second, third = content.pop("levels")
-    return (first, second, third), {k: Shape(**v) for k, v in content.items()}
+def _named() -> dict[str, Shape]:
+    return {k: Shape(**v) for point in entry_points(group="tilework.platforms") for k, v in point.load().PLATFORMS.items()}
 
 
 def platforms() -> list[str]:
-    return [HOST, *_named()[1]]
+    return [HOST, *_named()]
 
 
 def asked_platform() -> str | None:
@@ -99,18 +98,17 @@ def detect(platform: str | None = None, site: Site | None = None, here: Machine 
     """The node: `platform`, else TILEWORK_PLATFORM, else what the site file says, else the machine as it is."""
     site, here = site or read_site(), here or machine()
     name = platform or asked_platform() or site.platform or HOST
-    levels, named = _named()
     if site.shape is not None and name == site.shape.title:
         return _shaped(name, site.shape, here.cores, site)
-    if name in named:
-        return _shaped(name, named[name], here.cores, site)
     if name != HOST:
+        if name in _named():
+            return _shaped(name, _named()[name], here.cores, site)
         known = [*platforms(), *([site.shape.title] if site.shape else [])]
         if name == site.platform:
             raise site.wrong("platform", f"no platform {name!r}", expected=did_you_mean(name, known))
         raise UserError("tiles-platform", f"no platform {name!r}", expected=did_you_mean(name, known),
                         fix="choose it with --platform or TILEWORK_PLATFORM, or describe it in the site file")  # fmt: skip
-    return Node(HOST, "host", levels, False, _own(levels, here))
+    return Node(HOST, "host", LEVELS, False, _own(LEVELS, here))
 
 
 def _own(levels: Sequence[str], here: Machine) -> tuple[Tile, ...]:
@@ -142,7 +140,7 @@ def _gpu_tile(index: int, path: str, board: int, chip: int, gpu: Gpu, near: Sequ
 
 def _shaped(name: str, shape: Shape, cores: Sequence[Core], site: Site) -> Node:
     tiles: list[Tile] = []
-    levels = shape.levels or _named()[0]
+    levels = shape.levels or LEVELS
     total, n = shape.boards * shape.chips * shape.tiles, len(cores)
     for i in range(total):
         chip = i // shape.tiles

@@ -12,7 +12,10 @@ from typing import Any
 from tilework.errors import TileworkError
 from tilework.tiles.client import view
 from tilework.tiles.machine import Link, Machine, machine, processor
+from tilework.tiles.topology import LEVELS as PLAIN
 from tilework.tiles.topology import Node, node_of
+
+from ..platforms import LEVELS, spelt
 
 _LINE = "=" * 54
 
@@ -28,7 +31,7 @@ def static(node: Node, here: Machine, banner: bool = True) -> str:
     lines += [f"Platform Name: {node.title}", "Node Name: NODE"]
     if node.note:
         lines.append(f"Note: {node.note}")
-    board_name, chip_name, tile_name = node.levels
+    board_name, chip_name, tile_name = LEVELS if node.levels == PLAIN else node.levels
     boards = sorted({t.board for t in node.tiles})
     lines.append(f"    Number of {board_name}S: {len(boards)}")
     listed: set[int] = set()  # memory nodes
@@ -88,7 +91,7 @@ def dynamic(seen: Mapping[str, Any]) -> str:
     leases = {lease["id"]: lease for lease in seen["leases"]}
     chips: dict[int, list[Mapping[str, Any]]] = {}
     for tile in seen["tiles"]:
-        chips.setdefault(tile["chip"], []).append(tile)
+        chips.setdefault(tile["chip"], []).append({**tile, "path": spelt(tile["path"], seen["levels"])})
     for tiles in chips.values():
         bad = [text for t in tiles if (text := _trouble(t, leases.get(t["lease"])))]
         where = tiles[0]["path"].rsplit("/", 1)[0]

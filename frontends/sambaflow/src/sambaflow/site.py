@@ -21,7 +21,7 @@ deactivate () {{ export PATH="$_TILEWORK_OLD_PATH"; unset VIRTUAL_ENV _TILEWORK_
 
 def starters() -> Path | None:
     """The starters of this checkout, or of this installation."""
-    for place in (Path(__file__).parents[2] / "apps" / "starters", Path(sys.prefix) / "share" / "tilework" / "starters"):
+    for place in (Path(__file__).parents[4] / "apps" / "starters", Path(sys.prefix) / "share" / "tilework" / "starters"):
         if (place / "logreg").is_dir():
             return place
     return None

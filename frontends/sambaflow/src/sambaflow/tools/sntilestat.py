@@ -13,8 +13,11 @@ from typing import Any
 
 from tilework.errors import TileworkError, UserError
 from tilework.tiles.client import view
-from tilework.tiles.page import COLUMNS
 
+from ..platforms import spelt
+
+# What the columns are called here and in the engine: programs are loaded, arguments moved, checkpoints written, ranks waited for.
+_STATES = {"idle": "idle", "exec": "exec", "pload": "load", "aload": "copy", "chkpt": "save", "quiesce": "wait"}
 _WIDTHS = {"idle": 5, "exec": 5, "pload": 6, "aload": 6, "chkpt": 6, "quiesce": 8}
 _FREE = {"idle": 100.0}
 _SHORTEST, _LONGEST = 0.1, 86400.0  # seconds between two looks
@@ -29,7 +32,8 @@ def rows(seen: Mapping[str, Any], skip_idle: bool = False) -> list[dict[str, Any
         if lease is None and skip_idle:
             continue
         shares = lease["shares"] if lease else _FREE
-        found.append({"tile": tile["path"], **{c: shares.get(c, 0.0) if shares else None for c in COLUMNS},
+        found.append({"tile": spelt(tile["path"], seen["levels"]),
+                      **{c: shares.get(s, 0.0) if shares else None for c, s in _STATES.items()},
                       "pid": lease["pid"] if lease else None,
                       "user": lease["user"] if lease else None, "command": lease["command"] if lease else None,
                       "hung": bool(lease and lease["hung"]), "drained": tile["drained"],
@@ -51,10 +55,10 @@ def table(seen: Mapping[str, Any], skip_idle: bool = False, width: int | None = 
     """The seeds' layout. `width` cuts long commands, for a terminal."""
     found = rows(seen, skip_idle)
     first = max([20, *(len(r["tile"]) for r in found)])
-    head = f"{'TILE':<{first}} " + " ".join(f"{'%' + c:>{_WIDTHS[c]}}" for c in COLUMNS) + f" {'PID':>6} {'USER':>8} COMMAND"
+    head = f"{'TILE':<{first}} " + " ".join(f"{'%' + c:>{_WIDTHS[c]}}" for c in _STATES) + f" {'PID':>6} {'USER':>8} COMMAND"
     lines = [head]
     for r in found:
-        line = f"{r['tile']:<{first}} " + " ".join(f"{_percent(r[c]) or 'N/A':>{_WIDTHS[c]}}" for c in COLUMNS)
+        line = f"{r['tile']:<{first}} " + " ".join(f"{_percent(r[c]) or 'N/A':>{_WIDTHS[c]}}" for c in _STATES)
         if r["pid"] is not None:
             line += f" {r['pid']:>6} {r['user']:>8} {'(hung) ' if r['hung'] else ''}{r['command']}"
         elif r["drained"] is not None:
@@ -95,10 +99,10 @@ def main(argv: list[str] | None = None) -> int:
                 print(json.dumps(rows(seen, args.skip_idle)), flush=True)
             elif args.csv:
                 if not done:
-                    writer.writerow(["time", "tile", *COLUMNS, "pid", "user", "command", "state", "reason"])
+                    writer.writerow(["time", "tile", *_STATES, "pid", "user", "command", "state", "reason"])
                 now = time.strftime("%Y-%m-%dT%H:%M:%S")
                 for r in rows(seen, args.skip_idle):
-                    writer.writerow([now, r["tile"], *(_percent(r[c]) for c in COLUMNS), r["pid"], r["user"], r["command"],
+                    writer.writerow([now, r["tile"], *(_percent(r[c]) for c in _STATES), r["pid"], r["user"], r["command"],
                                      r["state"], r["drained"]])  # fmt: skip
                 sys.stdout.flush()
             else:
