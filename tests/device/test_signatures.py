@@ -179,7 +179,7 @@ def test_wrong_sizes(tmp_path: Path) -> None:
 
 def test_gradients_lie_in_buckets(tmp_path: Path) -> None:
     step, *_ = made()
-    tilework.compile(step, tmp_path / "m.pef", options=tilework.Options(split_update=True, opt_level=1), weights="inside")
+    tilework.compile(step, tmp_path / "m.pef", options=tilework.Options(num_replicas=2, opt_level=1), weights="inside")
     with tilework.load(tmp_path / "m.pef") as session:
         m = session.manifest
         assert "accumulate" in m.signature.programs and m.signature.num_micro_batches == 1

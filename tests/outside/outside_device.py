@@ -36,6 +36,11 @@ class Far:
             self.places[name] = self.num_bytes
             self.num_bytes += self.types[name].num_bytes
         self._block = np.zeros(self.num_bytes, dtype=np.uint8)
+        self.buckets = []
+        for bucket in m.buckets:
+            first, last = bucket.buffers[0], bucket.buffers[-1]
+            place = self._block[self.places[first] : self.places[last] + self.types[last].num_bytes]
+            self.buckets.append(torch.from_numpy(place).view(DTYPES[bucket.dtype]))
         self.copied = 0  # bytes that crossed
 
     def read(self, buffer: str) -> Tensor:

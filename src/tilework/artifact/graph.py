@@ -29,6 +29,14 @@ MEMORY_FORMATS = {
     "contiguous": torch.contiguous_format, "preserve": torch.preserve_format,
     "channels_last": torch.channels_last, "channels_last_3d": torch.channels_last_3d,
 }  # fmt: skip
+# Operators whose results are parts of their first argument, seen otherwise: they move no memory. What may share memory with what
+# is read from the operators' schemas (plan/aliases.py).
+VIEWS = frozenset((
+    "t", "transpose", "permute", "view", "_unsafe_view", "expand", "unsqueeze", "squeeze", "slice", "select", "alias", "detach",
+    "as_strided", "split", "unbind",
+))  # fmt: skip
+# Views that become copies where the memory lies otherwise than it was traced: aten.reshape does either.
+RESHAPES = frozenset(("aten.view.default", "aten._unsafe_view.default"))
 
 
 def dtype_name(dtype: torch.dtype) -> str:

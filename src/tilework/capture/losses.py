@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..artifact.graph import Graph, Node, Ref
+from ..artifact.graph import VIEWS, Graph, Node, Ref
 
 # Operators of a backward pass whose result is zero where the gradient that comes in is zero. The rest of them are called
 # something_backward. Anything else may come from a backward that the user wrote, which zeros may not leave at zero.
-_ZERO_TO_ZERO = {"t", "transpose", "permute", "view", "_unsafe_view", "reshape", "expand", "unsqueeze", "squeeze", "slice",
-                 "select", "alias", "clone", "detach", "_to_copy", "copy", "as_strided", "neg", "mul", "div", "mm", "bmm",
-                 "sum", "mean", "getitem", "slice_scatter", "tanh_backward", "max_pool_grad"}  # fmt: skip
+_ZERO_TO_ZERO = VIEWS | {
+    "reshape", "clone", "_to_copy", "copy", "neg", "mul", "div", "mm", "bmm", "sum", "mean", "getitem", "slice_scatter",
+    "tanh_backward", "max_pool_grad",
+}  # fmt: skip
 
 
 def from_losses(joint: Graph, losses: Sequence[str], scale: float = 1.0) -> Graph | None:

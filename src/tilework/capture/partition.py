@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..artifact.graph import Graph, Node
+from ..artifact.graph import VIEWS, Graph, Node
 from ..artifact.names import Buffer, Kind, is_kind
 
-# Views and other free operators: cheaper to repeat in bwd than to keep their result.
-_FREE = {"t", "transpose", "permute", "view", "_unsafe_view", "reshape", "expand", "unsqueeze", "squeeze", "slice",
-         "select", "alias", "full", "ones_like", "zeros_like", "full_like", "scalar_tensor", "arange",
-         "as_strided"}  # fmt: skip
+# Views and other free operators: cheaper to repeat in bwd than to keep their result. Not those with several results, whose
+# producer would have to be repeated with each.
+_FREE = (VIEWS - {"split", "unbind"}) | {
+    "reshape", "full", "ones_like", "zeros_like", "full_like", "scalar_tensor", "arange",
+}  # fmt: skip
 
 
 def _is_free(node: Node) -> bool:

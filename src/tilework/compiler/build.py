@@ -246,6 +246,7 @@ def make_manifest(name: str, made: Made, weights: Weights, verification: Verific
                 flops=planned.costs[p].flops,
                 bytes=planned.costs[p].bytes,
                 temporary_bytes=planned.costs[p].temporary_bytes,
+                threads=planned.costs[p].threads,
                 called=list(planned.called.get(p, ())),
             )
             for p, g in planned.programs.items()

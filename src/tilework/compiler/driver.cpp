@@ -3,8 +3,11 @@
 // It owns nothing. Buffers belong to the session; handles are made once, when the session starts, and borrowed by the
 // programs. A step takes its inputs and hyperparameters to their buffers, runs its programs, and gives its outputs away.
 #include <omp.h>
+#include <pthread.h>
 #include <sched.h>
+#include <signal.h>
 #include <time.h>
+#include <unistd.h>
 
 #include <cstdint>
 #include <cstdio>
@@ -19,6 +22,7 @@ typedef int (*ProgramFunction)(AtenTensorHandle*, char*, size_t);
 struct Program {
   ProgramFunction run;
   AtenTensorHandle* buffers;
+  int64_t threads;  // more than this many do not pay
 };
 
 struct Copy {       // between a session buffer and memory of the caller
@@ -71,7 +75,7 @@ struct Call {
 
 // runtime/devices/cpu.py has the same numbers, and refuses a driver with others. Count the first one up, here and there, where a
 // field or an enum changes its meaning.
-EXPORT const int64_t tilework_driver_layout[] = {1, sizeof(Program), sizeof(Copy), sizeof(Backup), sizeof(Random), sizeof(Call)};
+EXPORT const int64_t tilework_driver_layout[] = {2, sizeof(Program), sizeof(Copy), sizeof(Backup), sizeof(Random), sizeof(Call)};
 
 static int64_t next_seed(Random* r) {
   r->counter += 1;
@@ -154,6 +158,35 @@ static void leave_worker_core() {
   if (sched_getaffinity(0, sizeof(before), &before)) return;
   sched_setaffinity(0, sizeof(first_core), &first_core);
   sched_setaffinity(0, sizeof(before), &before);
+}
+
+// Threads that wait for work sleep after microseconds instead of milliseconds, so that they take no core from others, nor from
+// each other. The OpenMP library of GNU waits that way as soon as a process has more threads than there are cores. So it gets some
+// more: they belong to a thread that sleeps for ever, and are never used. Signals are not for them.
+static void* crowd(void* count) {
+#pragma omp parallel num_threads((int)(intptr_t)count)
+  { __asm__ volatile("" ::: "memory"); }
+  for (;;) pause();
+  return nullptr;
+}
+
+EXPORT int tilework_wait_asleep(int32_t cores) {
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  pthread_t thread;
+  const int failed = pthread_create(&thread, nullptr, crowd, (void*)(intptr_t)cores);
+  if (!failed) pthread_detach(thread);
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  return failed;
+}
+
+// Runs a program with as many threads as pay for it, of those that the caller allows.
+static inline int run(const Program& program, int allowed, char* error, size_t size) {
+  if (program.threads < allowed) omp_set_num_threads((int)program.threads);
+  const int failed = program.run(program.buffers, error, size);
+  if (program.threads < allowed) omp_set_num_threads(allowed);
+  return failed;
 }
 
 // The page: what this process is doing, for everybody to see (tiles/page.py has its layout). Two clock readings a step.
@@ -246,6 +279,7 @@ EXPORT int tilework_call(Call* call, char** addresses, char* error, size_t size)
   call->steps_done = 0;
   int64_t at = 0;
   const int64_t total = call->num_steps * call->num_micro_batches;
+  const int allowed = omp_get_max_threads();
   for (int64_t step = 0; step < call->num_steps; ++step) {
     const uint64_t drawn = call->random ? call->random->counter : 0;
     for (int64_t i = 0; i < call->num_restored; ++i) {
@@ -267,7 +301,7 @@ EXPORT int tilework_call(Call* call, char** addresses, char* error, size_t size)
       }
       if (call->random) *call->random->seed = next_seed(call->random);
       enter(kExec);
-      if (call->micro.run(call->micro.buffers, error, size)) return 1;
+      if (run(call->micro, allowed, error, size)) return 1;
       enter(kArguments);
       metered.loss = call->shown_loss;
       for (int64_t i = 0; i < call->num_outputs; ++i)
@@ -277,7 +311,7 @@ EXPORT int tilework_call(Call* call, char** addresses, char* error, size_t size)
     }
     if (call->update.run) {
       enter(kExec);
-      if (call->update.run(call->update.buffers, error, size)) return 1;
+      if (run(call->update, allowed, error, size)) return 1;
       enter(kArguments);
     }
     call->steps_done = step + 1;

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from .. import operators, random
-from ..artifact.graph import DTYPES, Graph, Node, Ref, TensorType, name_of
+from ..artifact.graph import DTYPES, RESHAPES, Graph, Node, Ref, TensorType, name_of
 
 _DEFINITIONS = {
     f"tilework.{op._name}.default": op._init_fn
@@ -21,15 +21,12 @@ _DEFINITIONS = {
 }  # fmt: skip
 
 
-_VIEWS = {"aten.view.default", "aten._unsafe_view.default"}  # a kernel may lay its result out otherwise than it was traced
-
-
 def plain(graph: Graph) -> Graph:
     """The same arithmetic in torch's own operators."""
     kinds: dict[str, TensorType] = dict(graph.types)
     nodes: list[Node] = []
     for node in graph.nodes:
-        if node.op in _VIEWS:
+        if node.op in RESHAPES:  # a kernel may lay its result out otherwise than it was traced
             node = replace(node, op="aten.reshape.default")
         if node.types and node.types[0] is not None:
             kinds[node.name] = node.types[0]

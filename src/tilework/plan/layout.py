@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ..artifact.graph import Graph, Ref, TensorType
+from ..artifact.graph import RESHAPES, Graph, Ref, TensorType
 from .views import View
 
 # Fewer channels than this do not fill a vector; then the plain layout is the faster one.
 FEW_CHANNELS = 16
-_VIEWS = {"aten.view.default", "aten._unsafe_view.default"}
 
 
 def channels_last(programs: Mapping[str, Graph]) -> dict[str, Graph]:
@@ -67,7 +66,7 @@ def _turned(graph: Graph, weights: set[str]) -> Graph:
         if own in names and len(kind.shape) == 4:
             types[buffer] = _last(kind)
     # A view of a result that now lies otherwise may need a copy.
-    nodes = tuple(replace(n, op="aten.reshape.default") if n.op in _VIEWS else n for n in graph.nodes)
+    nodes = tuple(replace(n, op="aten.reshape.default") if n.op in RESHAPES else n for n in graph.nodes)
     changed = replace(graph, nodes=nodes, types=types)
     changed.verify()
     return changed

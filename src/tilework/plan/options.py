@@ -25,8 +25,9 @@ class Options:
     opt_level: int = 3  # of the native compiler; 1 compiles faster and runs a little slower
     keep_momentum: bool = False  # room for momentum although the optimizer starts with none
     keep_gradients: bool = False  # the fused step writes gradients to their buffers, so that they can be read
-    split_update: bool = False  # the optimizer's update is a program of its own, as with several micro-batches: for replicas
-    num_replicas: int = 1  # that it is meant for; it runs with any number
+    # That it is meant for. With several, the update is a program of its own, so that gradients can be reduced before it; such an
+    # artifact runs with any number.
+    num_replicas: int = 1
     piece_size: int = 400  # operators: longer programs are generated and compiled in pieces, on several cores
     disable: tuple[str, ...] = ()  # passes to leave out
 

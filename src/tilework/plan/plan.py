@@ -157,7 +157,7 @@ def _programs(step: StepGraph, options: Options) -> dict[str, tuple[Graph, tuple
             found="no loss: forward returns no scalar, and no loss function was given",
             expected="loss=... (a function, or the position of the loss among forward's outputs)",
         )
-    split = micro > 1 or options.split_update or ("join" in options.disable and "opt" in sections)
+    split = micro > 1 or options.num_replicas > 1 or ("join" in options.disable and "opt" in sections)
     if "joint" in sections and (fuse or micro > 1):
         if split:
             made["accumulate"] = accumulate(sections["joint"]), ("fwd", "bwd")

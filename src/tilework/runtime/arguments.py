@@ -156,6 +156,12 @@ class InputPlan:
         with self._page.during(COPY):
             return self._long_way(flat_inputs(args, self.expected, self.structure))
 
+    def of_step(self, taken: Sequence[Tensor], step: int, steps: int) -> Sequence[Tensor]:
+        """What `take` gave for `steps` steps, for one of them."""
+        if steps == 1:
+            return taken
+        return [t if shared else t.chunk(steps)[step] for t, shared in zip(taken, self.shared, strict=True)]
+
     def _long_way(self, leaves: list[Tensor]) -> list[Tensor]:
         """Lists every wrong shape and dtype; makes what is right dense, one slice a micro-batch."""
         problems, found = [], []

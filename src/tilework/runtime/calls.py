@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -18,7 +18,14 @@ from .devices import Bound, Call, Device, Metered, Taken
 from .results import OutputPlan
 
 SECTIONS = ("fwd", "bwd", "reduce", "opt")
-Prepared = tuple[InputPlan, Bound, OutputPlan]
+
+
+class Prepared(NamedTuple):
+    """A kind of call, made ready."""
+
+    inputs: InputPlan
+    bound: Bound
+    outputs: OutputPlan
 
 
 class Calls:
@@ -32,7 +39,7 @@ class Calls:
             role: frozenset(b for b in p.writes if is_kind(b, Kind.GRAD, Kind.INPUT_GRAD)) for role, p in self.programs.items()
         }
         self.ready: dict[Any, Prepared] = {}
-        self._device, self._natively = device, natively
+        self.device, self._natively = device, natively
         self._inputs: dict[tuple[str, int], InputPlan] = {}
         self._bound: dict[str, Bound] = {}
 
@@ -51,38 +58,54 @@ class Calls:
             tuple(v.shape) == tuple(shape) for v, shape in zip(inputs, plan.shapes, strict=True)
         )
 
-    def inputs_of(self, role: str, num_steps: int) -> InputPlan:
-        found = self._inputs.get((role, num_steps))
+    def inputs_of(self, role: str, num_steps: int, parts: int | None = None) -> InputPlan:
+        """`parts`: micro-batches of a step, where they are not as many as the role takes by itself."""
+        s = self.signature
+        count = num_steps * (parts or (s.num_micro_batches if role == "accumulate" else 1))
+        found = self._inputs.get((role, count))
         if found is None:
-            s = self.signature
             expected = s.inputs[: s.num_model_inputs] if role == "infer" else s.inputs
-            count = num_steps * (s.num_micro_batches if role == "accumulate" else 1)
-            self._inputs[role, num_steps] = found = InputPlan(expected, s.input_structure, count, s.batch_dim, self.page)
+            self._inputs[role, count] = found = InputPlan(expected, s.input_structure, count, s.batch_dim, self.page)
         return found
 
+    def outputs_of(self, wanted: str | Mapping[str, str], num_steps: int) -> OutputPlan:
+        """What several whole steps bring back."""
+        return OutputPlan(self.signature, wanted, num_steps, num_steps * self.signature.num_micro_batches)
+
+    def gradients_of_step(self, wanted: str | Mapping[str, str]) -> Prepared:
+        """Forward and backward of a step, all micro-batches of it, without the update."""
+        return self.prepare("accumulate", 1, wanted, update=False)
+
     def prepare(
-        self, role: str, num_steps: int, wanted: str | Mapping[str, str] = "all", scheduled: tuple[str, ...] = ()
+        self,
+        role: str,
+        num_steps: int,
+        wanted: str | Mapping[str, str] = "all",
+        scheduled: tuple[str, ...] = (),
+        *,
+        parts: int | None = None,
+        update: bool = True,
     ) -> Prepared:
         """Everything about a kind of call that does not depend on its inputs, worked out once."""
-        key = (role, num_steps, wanted if isinstance(wanted, str) else tuple(wanted.items()), scheduled)
+        key = (role, num_steps, wanted if isinstance(wanted, str) else tuple(wanted.items()), scheduled, parts, update)
         found = self.ready.get(key)
         if found is not None:
             return found
         s, infer, accumulates = self.signature, role == "infer", role == "accumulate"
-        plan = self.inputs_of(role, num_steps)
+        plan = self.inputs_of(role, num_steps, parts)
         outputs = OutputPlan(s, wanted, num_steps, plan.count)
         writes = self.programs[role].writes
-        update = "opt" if accumulates and "opt" in self.programs else None
+        then = "opt" if accumulates and update and "opt" in self.programs else None
         losses = [b for n in s.losses if (b := self.buffer(Kind.OUTPUT, n)) in writes]
         watched = list(losses) if self.nan_error and not infer else []
-        changed = {*writes, *(self.programs[update].writes if update else ())} if watched else builtins.set[str]()
+        changed = {*writes, *(self.programs[then].writes if then else ())} if watched else builtins.set[str]()
         watched += [b for b in writes if is_kind(b, Kind.CHECK)]
         names = [a.name for a in plan.expected]
         call = Call(
             micro=s.programs[role],
-            update=s.programs[update] if update else None,
+            update=s.programs[then] if then else None,
             num_steps=num_steps,
-            num_micro_batches=s.num_micro_batches if accumulates else 1,
+            num_micro_batches=plan.count // num_steps,
             inputs=tuple(self.buffer(Kind.INPUT, n) for n in names),
             taken=tuple(_taken(self.buffer(Kind.INPUT, n), shared, writes) for n, shared in zip(names, plan.shared, strict=True)),
             scheduled=scheduled,
@@ -94,12 +117,12 @@ class Calls:
             how=() if infer else outputs.how,
             zeroed=tuple(b for b in writes if is_kind(b, Kind.GRAD)) if accumulates else (),
             seeds="own" if infer else "next",
-            counts=role != "fwd",
+            counts=role != "fwd" and update,
             shown_loss=losses[0] if losses else None,
             watched=tuple(watched),
             restored=tuple(sorted(b for b in changed if is_kind(b, *WEIGHTS, Kind.CONST))),
         )
-        self.ready[key] = found = (plan, self._bind(call), outputs)
+        self.ready[key] = found = Prepared(plan, self._bind(call), outputs)
         return found
 
     def section(self, role: str) -> None:
@@ -127,7 +150,7 @@ class Calls:
         if unknown:
             raise UserError("run-section", f"no section {unknown[0]!r} in this artifact",
                             found=", ".join(map(str, sections)), expected=", ".join(have) or "infer() only")  # fmt: skip
-        return set(sections) - {"reduce"}  # one replica: there is nothing to reduce over
+        return set(sections)
 
     def out_grads(self, given: Mapping[str, Tensor] | Sequence[Tensor | None]) -> dict[str, Tensor]:
         """Gradients of outputs, by the buffers they go to."""
@@ -141,7 +164,7 @@ class Calls:
         self._bound.clear()
 
     def _bind(self, call: Call) -> Bound:
-        bound = self._device.bind(call)
+        bound = self.device.bind(call)
         return bound if self._natively else Metered(bound, call, self.page)
 
 

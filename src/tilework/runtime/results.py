@@ -52,6 +52,11 @@ class Result:
         return self._outputs
 
     @property
+    def raw(self) -> Sequence[Tensor]:
+        """As the device gave them: of several micro-batches, those that come back whole have one more dimension in front."""
+        return self._raw
+
+    @property
     def flat(self) -> list[Tensor]:
         """Every output in the manifest's order. Of several micro-batches: scalars one a step, the rest side by side."""
         return self._plan.flat(self._raw) if self._plan is not None else []
@@ -91,6 +96,12 @@ class OutputPlan:
             self._stock = list(zip(*blocks, strict=True))
             return self._stock.pop()
         return [torch.zeros(s, dtype=d) if zeroed else torch.empty(s, dtype=d) for s, d, zeroed in self._types]
+
+    def of_step(self, raw: Sequence[Tensor], step: int) -> Sequence[Tensor]:
+        """Where one step of the call puts its outputs. Sums, and outputs of which the last one counts, have one place."""
+        if self.num_steps == 1:
+            return raw
+        return [t.chunk(self.num_steps)[step] if how == "all" else t for t, how in zip(raw, self.how, strict=True)]
 
     def losses(self, raw: Sequence[Tensor]) -> Tensor | None:
         found = None

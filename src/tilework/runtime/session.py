@@ -22,19 +22,21 @@ from ..artifact.graph import DTYPES
 from ..artifact.names import WEIGHTS, Buffer, Kind, is_kind
 from ..artifact.reader import Artifact, read_artifact
 from ..artifact.structure import unflatten
-from ..errors import TileworkError, UserError, did_you_mean
+from ..errors import UserError, did_you_mean
 from ..tiles.page import COPY, LOAD, SAVE, WAIT
 from . import checkpoint, sync
 from .advice import advise
-from .arguments import InputPlan, by_name, joined
-from .calls import Calls, Prepared
-from .checks import broken_off, raise_failed
+from .arguments import by_name, joined
+from .calls import Calls
+from .checks import raise_failed
 from .devices import NotANumber, device_class, rank_base
 from .fitting import require
 from .hyper import part_of, resolve
 from .leasing import Footing
 from .loader import Chunk
+from .reducing import Reducer
 from .results import Result
+from .running import OutGrads, Running, no_gradients
 
 
 class Session:
@@ -58,7 +60,6 @@ class Session:
         require(self.manifest.fingerprint, self.device_name, artifact.path)
         self.nan_error = nan_error
         self.rank = rank
-        self.num_steps = 0
         self._closed = self._freed = False
         kind = device_class(self.device_name)
         self._computes = kind.computes
@@ -70,13 +71,13 @@ class Session:
             Calls(self.manifest, signature, self._device, self.page, natively=natively, nan_error=nan_error)
             for signature in self.manifest.signatures
         ]
-        self._first = self._newest = self.calls[0]  # newest: the one that ran last
+        self._running = Running(self.manifest, self.calls, self.memory, self.page, nan_error=nan_error)
+        self._first = self.calls[0]
         self._only = len(self.calls) == 1
         self.seed(seed)
         self._has_weights = not self.manifest.parameters
-        self._ran_forward = self._beyond_loss = False
-        self._kept_gradients: frozenset[str] = frozenset()  # that the last call left
         self._followed: list[torch.optim.Optimizer] = []
+        self._but: frozenset[str] = frozenset()  # hyperparameters that do not follow
         self._sets_hyper = self._advised = False
         # Buffers and the slot of the page are the session's own: one call at a time, whichever thread it comes from.
         self._lock = threading.RLock()
@@ -85,8 +86,6 @@ class Session:
         for name, value in sync.initial_state(self.manifest).items():
             self.memory.fill(name, value)
         self._set(self.manifest.hyperparameters)
-        for calls in self.calls:
-            self._default_out_grads(calls)
         self._first_weights(weights)
 
     # ---- set-up ----
@@ -102,11 +101,6 @@ class Session:
             checkpoint.require_digest(beside, self.manifest.weights.sha256, self.artifact.path)
             self.load(beside)
 
-    def _default_out_grads(self, calls: Calls) -> None:
-        """Backward starts from ones at the losses and zeros elsewhere; without a loss, the host must say."""
-        for output in calls.signature.outputs:
-            self.memory.fill(calls.buffer(Kind.OUTGRAD, output.name), 1.0 if output.name in calls.signature.losses else 0.0)
-
     def seed(self, seed: int, counter: int = 0, inferred: int = 0) -> None:
         """Start the random numbers of dropout and its kin again, from this seed; seed(*random_state()) goes on from there.
         infer() draws from a stream of its own, so that it changes nothing about training. Replicas draw different numbers."""
@@ -116,6 +110,15 @@ class Session:
     def random_state(self) -> tuple[int, int, int]:
         """(seed, micro-batches drawn since, batches that infer() drew since)."""
         return (self._seed, *self._device.random_state()[1:])
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps that were made, also before a checkpoint that was loaded."""
+        return self._running.num_steps
+
+    @num_steps.setter
+    def num_steps(self, value: int) -> None:
+        self._running.num_steps = value
 
     # ---- hyperparameters ----
 
@@ -135,11 +138,21 @@ class Session:
         for full, value in resolve(self.manifest, values, None).items():
             self.memory.fill(Buffer.of(Kind.HYPER, full), value)
 
-    def follow(self, *optimizers: torch.optim.Optimizer) -> None:
-        """Take hyperparameters from these host optimizers before each call: torch's LR schedulers then work as they are."""
-        self._followed = list(optimizers)
+    def follow(self, *optimizers: torch.optim.Optimizer, but: Iterable[str] = ()) -> None:
+        """Take hyperparameters from these host optimizers before each call: torch's LR schedulers then work as they are. Those
+        that `but` names stay as they were set."""
+        self._followed, self._but = list(optimizers), frozenset(but)
         for optimizer in optimizers:  # the scheduler's check that optimizer.step() comes first: our steps count
             optimizer._opt_called = True  # type: ignore[attr-defined]
+
+    # ---- replicas ----
+
+    def reduce_with(self, reducer: Reducer | None) -> None:
+        """From now on this session is one replica of several: between bwd and opt, `reducer` makes its gradients those of all.
+        The artifact must be compiled for replicas (num_replicas)."""
+        self._running.reducer = reducer
+        for calls in self.calls:
+            calls.ready.clear()
 
     # ---- running ----
 
@@ -147,7 +160,7 @@ class Session:
         self,
         *inputs: Any,
         sections: Sequence[str] | None = None,
-        out_grads: Mapping[str, Tensor] | Sequence[Tensor | None] | None = None,
+        out_grads: OutGrads | None = None,
         hyper: Mapping[str, Any] | None = None,
         keep_gradients: bool = False,
         num_steps: int = 1,
@@ -175,7 +188,7 @@ class Session:
             if sections is None and out_grads is None and hyper is None and not keep_gradients and not self._followed:
                 prepared = calls.ready.get((num_steps, outputs)) if type(outputs) is str else None
                 if prepared is not None:  # the same as last time: nothing to work out
-                    return self._run_fused(calls, prepared, inputs, num_steps, ())
+                    return self._running.fused(calls, prepared, inputs, num_steps, ())
             return self._run(calls, inputs, sections, out_grads, hyper or {}, keep_gradients, num_steps, outputs)
 
     def calls_of(self, signature: str) -> Calls:
@@ -191,8 +204,8 @@ class Session:
         if signature is not None:
             return self.calls_of(signature)
         if not inputs:
-            return self._newest
-        for calls in (self._newest, *self.calls):
+            return self._running.newest
+        for calls in (self._running.newest, *self.calls):
             role = "infer" if infer else calls.fused or "fwd"
             if role in calls.programs and calls.takes(inputs, role, num_steps):
                 return calls
@@ -203,7 +216,7 @@ class Session:
         calls: Calls,
         inputs: tuple[Any, ...],
         sections: Sequence[str] | None,
-        out_grads: Mapping[str, Tensor] | Sequence[Tensor | None] | None,
+        out_grads: OutGrads | None,
         hyper: Mapping[str, Any],
         keep_gradients: bool,
         num_steps: int,
@@ -213,7 +226,8 @@ class Session:
         if not isinstance(num_steps, int) or num_steps < 1:
             raise UserError("run-loop", "num_steps", found=repr(num_steps), expected="a whole number, 1 or more")
         if self._followed:
-            self._set(sync.hyper_of(self.manifest, self._followed))
+            now = sync.hyper_of(self.manifest, self._followed)
+            self._set({k: v for k, v in now.items() if k.rsplit(".", 1)[-1] not in self._but})
         single = {k: v for k, v in hyper.items() if isinstance(v, (int, float)) or not hasattr(v, "__len__")}
         many = resolve(self.manifest, {k: v for k, v in hyper.items() if k not in single}, num_steps)
         self._set(single)
@@ -223,32 +237,22 @@ class Session:
         wanted: builtins.set[str] = set()
         if not (sections is None and fused and calls.signature.losses):
             wanted = calls.wanted(sections)
-        if fused and (not wanted or wanted == set(calls.sections) - {"reduce"}):
-            assert calls.fused is not None
+        whole = fused and wanted - {"reduce"} in (set(), set(calls.sections) - {"reduce"})
+        if "opt" in wanted or whole:
             self._advise()
+        if self._running.reducer is not None and "opt" in calls.programs:
+            if whole and (sections is None or "accumulate" in calls.programs):
+                return self._running.reduced(calls, inputs, num_steps, outputs, schedule)
+        elif whole:
+            assert calls.fused is not None
             prepared = calls.prepare(calls.fused, num_steps, outputs, tuple(schedule))
             if not schedule and isinstance(outputs, str):
                 calls.ready[num_steps, outputs] = prepared
-            return self._run_fused(calls, prepared, inputs, num_steps, tuple(schedule.values()))
+            return self._running.fused(calls, prepared, inputs, num_steps, tuple(schedule.values()))
         if num_steps != 1 or schedule:
             raise UserError("run-loop", "several steps in one call need the fused step",
                             fix="run without sections=, out_grads= and keep_gradients=")  # fmt: skip
-        if "opt" in wanted:
-            self._advise()
-        if out_grads is not None:
-            with self.page.during(COPY):
-                self._set_out_grads(calls, out_grads)
-        result = Result(None, [])
-        if "fwd" in wanted:
-            result = self._run_forward(calls, inputs, outputs)
-        elif inputs:
-            raise UserError("run-inputs", "inputs were given, but the section fwd, which takes them, is not run",
-                            found=f"sections {sorted(wanted)}", fix="add 'fwd' to sections, or give no inputs")  # fmt: skip
-        if "bwd" in wanted:
-            self._run_backward(calls, out_grads is not None)
-        if "opt" in wanted:
-            self._run_opt(calls)
-        return result
+        return self._running.sections(calls, wanted, inputs, out_grads, outputs)
 
     def _advise(self) -> None:
         """Once, before the first call that trains: what the host has changed since the compile."""
@@ -289,26 +293,15 @@ class Session:
             outputs = [torch.empty((*several, *a.type.shape), dtype=DTYPES[a.type.dtype]) for a in s.infer_outputs]
             plan, bound, _ = calls.prepare("infer", num_batches)
             try:
-                bound.run(self._taken(calls, plan, inputs), outputs)
+                bound.run(self._running.taken(calls, plan, inputs), outputs)
             except NotANumber as e:
                 raise_failed(s, self.memory, "infer", e)
                 raise
-            self._ran_forward = False
+            self._running.forget_forward()
             if several:
                 with self.page.during(COPY):
                     outputs = [joined(o, s.batch_dim) for o in outputs]
         return unflatten(s.infer_structure, iter(outputs))
-
-    def _taken(self, calls: Calls, plan: InputPlan, inputs: tuple[Any, ...]) -> Sequence[Tensor]:
-        try:
-            return plan.take(inputs)
-        except UserError as e:
-            if self._only or e.id != "input-mismatch":
-                raise
-            sizes = ", ".join(c.signature.name for c in self.calls)
-            raise UserError(e.id, e.summary, found=f"no signature with these shapes; compared with {calls.signature.name}",
-                            expected=f"one of the signatures {sizes}",
-                            fix="shapes are fixed: compile with batch_sizes= for these as well") from None  # fmt: skip
 
     @property
     def fused(self) -> str | None:
@@ -319,81 +312,6 @@ class Session:
     def training_sections(self) -> list[str]:
         """The sections that this artifact can run, in order."""
         return list(self._first.sections)
-
-    def _run_fused(
-        self, calls: Calls, prepared: Prepared, inputs: tuple[Any, ...], num_steps: int, schedule: Sequence[Tensor]
-    ) -> Result:
-        result = self._call(calls, prepared, inputs, schedule)
-        self._ran_forward = False
-        self._kept_gradients = calls.gradients[calls.fused]  # type: ignore[index]
-        self._newest = calls
-        self.num_steps += num_steps
-        return result
-
-    def _run_forward(self, calls: Calls, inputs: tuple[Any, ...], outputs: str | Mapping[str, str]) -> Result:
-        calls.need("fwd")
-        result = self._call(calls, calls.prepare("fwd", 1, outputs), inputs, ())
-        self._ran_forward, self._newest = True, calls
-        return result
-
-    def _call(self, calls: Calls, prepared: Prepared, inputs: tuple[Any, ...], schedule: Sequence[Tensor]) -> Result:
-        plan, bound, outputs = prepared
-        raw = outputs.make()
-        try:
-            bound.run(plan.take(inputs) if self._only else self._taken(calls, plan, inputs), raw, schedule)
-        except TileworkError as e:
-            explained = broken_off(e, calls.signature)
-            if explained is e:
-                raise
-            raise explained from e
-        except NotANumber as e:
-            self.num_steps += e.step
-            self._ran_forward, self._kept_gradients = False, frozenset()
-            raise_failed(calls.signature, self.memory, "fwd", e, undone=self.nan_error)
-            raise UserError(
-                "loss-nan", f"the loss is not a number at step {self.num_steps + 1}, which was undone",
-                fix="lower the learning rate, clip the gradients (clip_norm), or look at the inputs of that step",
-            ) from e  # fmt: skip
-        return Result(outputs, raw)
-
-    def _run_backward(self, calls: Calls, given: bool) -> None:
-        calls.need("bwd")
-        if not self._ran_forward:
-            raise UserError("run-order", "bwd needs what a fwd just before it has kept", found="no fwd before this bwd",
-                            fix="run sections=['fwd'] first, or ['fwd', 'bwd', ...] together")  # fmt: skip
-        if not given and not calls.signature.losses:
-            raise UserError("run-loss", "bwd needs gradients of the outputs: this artifact has no loss of its own",
-                            fix="give out_grads={name: gradient, ...}")  # fmt: skip
-        self._beyond_loss = self._beyond_loss and given
-        calls.section("bwd")
-        self._kept_gradients = calls.gradients["bwd"]
-        self._default_out_grads(calls)
-
-    def _run_opt(self, calls: Calls) -> None:
-        calls.need("opt")
-        needed = {b for b in calls.programs["opt"].buffers if is_kind(b, Kind.GRAD)}
-        if not needed <= self._kept_gradients:
-            raise UserError("run-order", "opt needs gradients, and no bwd has made any", fix="run bwd before opt")
-        held = {Buffer.of(Kind.GRAD, p.name) for p in self.manifest.parameters if p.group is not None}
-        if self._beyond_loss and (others := (held & self._kept_gradients) - needed):
-            raise UserError("run-out-grads", "the optimizer updates only parameters that the step's loss reaches",
-                            found=f"gradients for {', '.join(sorted(Buffer(b).name for b in others))} as well",
-                            fix="compile with loss=None, so that gradients come from out_grads alone")  # fmt: skip
-        calls.section("opt")
-        self._ran_forward = False  # what fwd kept belongs to the weights from before
-        self.num_steps += 1
-
-    def _set_out_grads(self, calls: Calls, given: Mapping[str, Tensor] | Sequence[Tensor | None]) -> None:
-        grads = calls.out_grads(given)
-        expected = [b for a in calls.signature.outputs if (b := calls.buffer(Kind.OUTGRAD, a.name)) in self.memory]
-        self.memory.check_types(grads, "gradient of an output", expected)
-        losses = calls.signature.losses
-        self._beyond_loss = bool(losses) and any(Buffer(b).name not in losses for b in grads)
-        for buffer in expected:
-            if buffer in grads:
-                self.memory.write(buffer, grads[buffer])
-            else:
-                self.memory.fill(buffer, 0.0)
 
     def _need_weights(self) -> None:
         if self._closed:
@@ -407,15 +325,14 @@ class Session:
     @property
     def kept_gradients(self) -> frozenset[str]:
         """Buffers of the gradients that the last call left and that can be read: grad/<parameter>, inputgrad/<name>."""
-        return self._kept_gradients
+        return self._running.kept_gradients
 
     def gradients(self) -> dict[str, Tensor]:
         """Copies of the gradients of the last bwd: parameters by name, inputs as input/<name>."""
-        if not self._kept_gradients:
-            raise UserError("run-gradients", "there are no gradients to read: the fused step does not keep them",
-                            fix="run with keep_gradients=True, or run the sections fwd and bwd")  # fmt: skip
+        if not self.kept_gradients:
+            raise no_gradients()
         with self._lock, self.page.during(COPY):
-            kept = [b for b in map(Buffer, self.memory) if b in self._kept_gradients]
+            kept = [b for b in map(Buffer, self.memory) if b in self.kept_gradients]
             return {b.name if b.kind == Kind.GRAD else f"input/{b.name}": self.memory.read(b) for b in kept}
 
     def tensors(self) -> dict[str, Tensor]:
@@ -448,7 +365,8 @@ class Session:
             if optimizers is not None:
                 sync.optimizers_to_device(self.memory, optimizers, tensors)
             hosts.remember(self.artifact.digest, model, optimizers, loss)
-            self._has_weights, self._ran_forward = True, False
+            self._has_weights = True
+            self._running.forget_forward()
 
     def to_host(
         self,
@@ -496,7 +414,8 @@ class Session:
         for name in self.memory:  # moments and counts of other weights say nothing about these
             if is_kind(name, Kind.STATE) and name not in known:
                 self.memory.fill(name, initial.get(name, 0))
-        self._has_weights, self._ran_forward = True, False
+        self._has_weights = True
+        self._running.forget_forward()
 
     def barrier(self) -> None:
         """Wait for the other ranks of torch.distributed, where it is up. The wait is shown as `wait`."""

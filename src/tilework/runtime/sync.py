@@ -60,6 +60,7 @@ class Buffers:
     def __init__(self, manifest: Manifest, memory: Memory) -> None:
         self.manifest, self._memory = manifest, memory
         self.read, self.write, self.synchronize = memory.read, memory.write, memory.synchronize
+        self.buckets = memory.buckets
 
     def __contains__(self, name: object) -> bool:
         return name in self.manifest.buffers

@@ -85,6 +85,7 @@ class Memory(Protocol):
     """The buffers of a session, wherever they are. What comes and goes are tensors of the host."""
 
     num_bytes: int
+    buckets: Sequence[torch.Tensor]  # gradients that lie side by side, each bucket flat, in the device's own memory
 
     def read(self, buffer: str) -> torch.Tensor:
         """A copy."""

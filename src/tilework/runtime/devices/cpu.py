@@ -32,7 +32,7 @@ _ENTER = ctypes.PYFUNCTYPE(c_int64, c_void_p, c_void_p, c_int64)  # too short to
 
 
 class _Program(Structure):
-    _fields_ = (("run", c_void_p), ("buffers", POINTER(c_void_p)))
+    _fields_ = (("run", c_void_p), ("buffers", POINTER(c_void_p)), ("threads", c_int64))
 
 
 class _Copy(Structure):
@@ -58,7 +58,7 @@ class _Call(Structure):
 
 
 # The driver has the same numbers. The first is counted up, here and there, where a field or an enum changes its meaning.
-_LAYOUT = [1, *(ctypes.sizeof(s) for s in (_Program, _Copy, _Backup, _Random, _Call))]
+_LAYOUT = [2, *(ctypes.sizeof(s) for s in (_Program, _Copy, _Backup, _Random, _Call))]
 _HOW = {"all": 0, "last": 1, "sum": 2, "each": 0, "once": 3, "again": 4}  # the driver's enums
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.int64: 2, torch.bfloat16: 3, torch.float16: 4}
 
@@ -96,6 +96,17 @@ def _check_layout(driver: ctypes.CDLL, path: Path) -> None:
             found=f"layout {found or 'none'}", expected=f"layout {_LAYOUT}",
             fix="compile again; or run it on the reference device, which needs no driver",
         )  # fmt: skip
+
+
+_asleep = False  # whether it was asked for in this process
+
+
+def _wait_asleep(driver: ctypes.CDLL) -> None:
+    """Threads that wait for work sleep soon. Once a process, and not where the user has said how threads wait."""
+    global _asleep
+    if not _asleep and not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(os.environ):
+        _asleep = True
+        driver.tilework_wait_asleep(max(2, os.cpu_count() or 2))
 
 
 _METERED: weakref.WeakSet[Device] = weakref.WeakSet()
@@ -139,6 +150,7 @@ class Device:
         self.driver.tilework_free.argtypes = [c_void_p]
         self.driver.tilework_call.argtypes = [c_void_p, c_void_p, c_void_p, c_size_t]
         self.driver.tilework_call.restype = c_int
+        _wait_asleep(self.driver)
         self._pin()
         self.error = ctypes.create_string_buffer(_ERROR_SIZE)
         seed = buffers["rng/seed"].data_ptr() if "rng/seed" in buffers else None  # none: no program draws random numbers
@@ -160,7 +172,7 @@ class Device:
             if abi != program.abi:
                 raise BugError("native-abi", f"{artifact.path}: the native code of {name} was made for other buffers")
             handles = (c_void_p * len(program.buffers))(*[self._handle(b) for b in program.buffers])
-            self.programs[name] = _Program(ctypes.cast(library[f"tilework_run_{name}"], c_void_p), handles)
+            self.programs[name] = _Program(ctypes.cast(library[f"tilework_run_{name}"], c_void_p), handles, program.threads)
             self._release.append(library[f"tilework_release_{name}"])
             self._keep.append(handles)
 

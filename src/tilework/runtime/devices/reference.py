@@ -12,7 +12,7 @@ import torch
 
 from ... import operators  # noqa: F401  (defines our own operators)
 from ...artifact.fingerprint import Part
-from ...artifact.graph import Graph, Ref
+from ...artifact.graph import RESHAPES, Graph, Ref
 from ...artifact.reader import Artifact
 from ...errors import MachineError, UserError
 from ...random import next_seed
@@ -52,16 +52,12 @@ def operator_named(name: str) -> Any:
                     fix="if it is one that your own model uses, compile for the device cpu, and report this")  # fmt: skip
 
 
-# A kernel may lay its result out otherwise than it was traced, and then a view of it may have to be a copy.
-_RESHAPED = dict.fromkeys((torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default), torch.ops.aten.reshape.default)
-
-
 class Replay:
     """A graph with its operators looked up once."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.operators = [_RESHAPED.get(op := operator_named(n.op), op) for n in graph.nodes]
+        self.operators = [operator_named("aten.reshape.default" if n.op in RESHAPES else n.op) for n in graph.nodes]
 
     def __call__(self, buffers: dict[str, torch.Tensor]) -> None:
         env: dict[str, Any] = {b: buffers[b] for b in self.graph.reads}
