@@ -9,7 +9,7 @@ from ..artifact.graph import VIEWS, Graph, Node, Ref, TensorType
 
 # LeNet's step at batch 1 (2.5 Mflop) is worth two or three threads: 77 us with 2 of them, 125 with 16.
 _FLOPS_A_THREAD = 1 << 20
-_BYTES_A_THREAD = 1 << 18
+_BYTES_A_THREAD = 1 << 19
 
 
 @dataclass(frozen=True)
