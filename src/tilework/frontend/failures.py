@@ -1,4 +1,4 @@
-"""How a program ends on a mistake: what was found and expected, exit code 2 (3 for the environment, 4 for a bug), no traceback."""
+"""How a program ends on a mistake: what was found and expected, exit code 2 (3: the environment, 4: a bug), no traceback."""
 
 from __future__ import annotations
 

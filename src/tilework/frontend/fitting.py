@@ -15,7 +15,7 @@ from ..artifact.names import Buffer, Kind
 def misfits(manifest: Manifest, model: nn.Module, inputs: Sequence[Tensor], optimizers: Sequence[Any]) -> list[str]:
     """Every difference, in words: what was found here, what was compiled."""
     s, problems = manifest.signature, list[str]()
-    own = {Buffer.of(Kind.PARAM, k): p for k, p in model.named_parameters()}
+    own: dict[str, Tensor] = {Buffer.of(Kind.PARAM, k): p for k, p in model.named_parameters()}
     own |= {Buffer.of(Kind.BUFFER, k): b for k, b in model.named_buffers()}
     for name, t in own.items():
         entry = manifest.buffers.get(name)
