@@ -156,7 +156,7 @@ def _train(manifest: Manifest, signature: Signature, step: Step, inputs: list[Te
     for micro in range(num_micro):
         leaves = _leaves(signature, step, inputs, micro, num_micro)
         model_inputs, targets = unflatten(signature.input_structure, iter(leaves))
-        with seeded(torch.tensor(next_seed(SEED, number * num_micro + micro)), _probabilities(manifest)):
+        with seeded(torch.tensor(next_seed(SEED, number * num_micro + micro)), _probabilities(manifest), skips=signature.skips):
             with step.autocast():
                 output = step.call_model(model_inputs)
                 outputs, *_ = flatten_outputs(output)
