@@ -24,7 +24,8 @@ from .reads import Draw
 Line = tuple[str, int]
 Lines = Sequence[Line | None]
 Key = tuple[int, int]  # site and index of the random number
-INSTEAD = ("input", "zeros")
+# What may stand for the first tensor that a part returns, and for the others; "": they stay, and nobody looks at them then.
+INSTEAD = (("input", ""), ("zeros", ""), ("input", "zeros"), ("zeros", "zeros"))
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Chance:
     last: int  # up to here
     dropouts: int
     buffers: tuple[tuple[str, str], ...]  # that the part changes: the path of the module inside it, and the name
-    instead: str = ""  # what stands for its result where it is left out
+    instead: tuple[str, str] = ("", "")  # what stands for its result where it is left out
 
     @property
     def key(self) -> Key:
@@ -169,14 +170,16 @@ class Gate:
         with torch.no_grad():
             for _, m, name, buffer, copy in part.before:
                 _put_back(m, name, buffer, copy, part.skip)
-        result = _first_tensor(output)
-        other = _instead(self.chances[number].instead, result, (*args, *kwargs.values()))
-        if result is None or other is None:
-            return None  # the runs that follow show that it is not the same
-        chosen = torch.where(part.skip, other, result)
-        if chosen.grad_fn is not None:
-            self.choices[chosen.grad_fn] = number
-        return chosen if isinstance(output, Tensor) else type(output)([chosen, *output[1:]])
+        several = type(output) in (tuple, list)
+        results = list(output) if several else [output]
+        first, others = self.chances[number].instead
+        for i, result in enumerate(results):
+            other = _instead(others if i else first, result, (*args, *kwargs.values()))
+            if other is not None:  # where there is none the runs after this show that it is not the same
+                results[i] = chosen = torch.where(part.skip, other, result)
+                if chosen.grad_fn is not None:
+                    self.choices[chosen.grad_fn] = number
+        return type(output)(results) if several else results[0]
 
     def _note(self, part: _Part) -> None:
         """What a run in which the part is called shows of it."""
@@ -204,15 +207,11 @@ def _put_back(m: nn.Module, name: str, buffer: Tensor, copy: Tensor, skip: Tenso
         now.copy_(torch.where(skip, copy, now))
 
 
-def _first_tensor(output: Any) -> Tensor | None:
-    if type(output) in (tuple, list) and output:
-        output = output[0]
-    return output if isinstance(output, Tensor) else None
-
-
-def _instead(kind: str, result: Tensor | None, inputs: Sequence[Any]) -> Tensor | None:
-    if result is None or kind == "zeros":
-        return None if result is None else torch.zeros_like(result)
+def _instead(kind: str, result: Any, inputs: Sequence[Any]) -> Tensor | None:
+    if not isinstance(result, Tensor) or not kind:
+        return None
+    if kind == "zeros":
+        return torch.zeros_like(result)
     like = (t for t in inputs if isinstance(t, Tensor) and t.shape == result.shape and t.dtype == result.dtype)
     return next(like, None)
 
@@ -262,7 +261,7 @@ def _verified(
 ) -> tuple[list[Chance], Lines]:
     wrong: dict[Line | None, None] = {}
 
-    def agrees(left_out: Collection[Key], instead: str = "") -> bool:
+    def agrees(left_out: Collection[Key], instead: tuple[str, str] | None = None) -> bool:
         now = [replace(c, instead=instead) if instead and c.key in left_out else c for c in chances]
         chosen = Gate(roots, now, left_out=left_out, replaces=True)
         return _agree(truth, run(chosen), chosen, {i for i, c in enumerate(chances) if c.key in left_out})

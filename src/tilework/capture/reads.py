@@ -44,9 +44,11 @@ def has_dynamic_shape(func: Any, args: Any) -> bool:
 
 
 def selecting(func: Any, args: Any) -> Tensor | None:
-    """The mask of nonzero(mask) or x[..., mask, ...]; None for other operators whose shape depends on values."""
+    """The mask of nonzero(mask), x[..., mask, ...] or x.masked_select(mask); None for other operators whose shape depends on values."""
     if func is aten.nonzero.default:
         return args[0]
+    if func is aten.masked_select.default:
+        return args[1] if args[0].shape == args[1].shape else None
     masks = [i for i in args[1] if i is not None and i.dtype == torch.bool] if func is aten.index.Tensor else []
     return masks[0] if len(masks) == 1 and not any(i is not None and i.dtype == torch.uint8 for i in args[1]) else None
 
@@ -178,6 +180,8 @@ class Answers(TorchDispatchMode):
         places = aten.nonzero_static(mask, size=count)
         if func is aten.nonzero.default:
             return places
+        if func is aten.masked_select.default:
+            return aten.index(args[0], places.unbind(1))
         indices = [part for i in args[1] for part in (places.unbind(1) if i is mask else (i,))]
         return aten.index(args[0], indices)
 
