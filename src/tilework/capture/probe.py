@@ -252,8 +252,10 @@ def _watched(
 
 
 def _left(step: Step, operators: WatchOperators) -> dict[str, Tensor]:
-    found = {f"{prefix}{k}": b.detach().clone() for prefix, root in step.modules for k, b in root.named_buffers()}
-    return found | {str(key): torch.frombuffer(s.clone(), dtype=torch.uint8) for key, (s, _) in operators.saved.items() if len(s)}
+    buffers = {f"{prefix}{k}": b for prefix, root in step.modules for k, b in root.named_buffers()}
+    own = {storage_of(b) for b in buffers.values()}
+    others = {str(k): torch.empty(0, dtype=torch.uint8).set_(s.clone()) for k, (s, _) in operators.saved.items() if k not in own}
+    return {k: b.detach().clone() for k, b in buffers.items()} | others
 
 
 def refuse(findings: Findings) -> None:
