@@ -379,8 +379,8 @@ def seeded(
     module_names: dict[int, str] | None = None,
     skips: Sequence[Skip] = (),
 ) -> Iterator[SeededRandom]:
-    """Run eager PyTorch, or trace it, with seeded random numbers; yields the mode, whose `sites` fill up on the way. `skips`: what
-    eager PyTorch may leave out, by random numbers, of the step whose numbers these are."""
+    """Run eager PyTorch, or trace it, with seeded random numbers; yields the mode, whose `sites` fill up on the way.
+    `skips`: what random numbers leave out in eager PyTorch, and never in the compiled step whose numbers these are."""
     mode = SeededRandom(seed, probabilities, module_names, skips)
     with mode, _Dropout(mode):
         yield mode

@@ -1,4 +1,4 @@
-"""Layers that a random number leaves out (capture/chance.py): several steps beside eager PyTorch, which takes the branch for real."""
+"""Layers that a random number leaves out (capture/chance.py): several steps beside eager PyTorch, which takes the branch."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ class Check(_Table, frozen=True):
 
 
 class Skip(_Table, frozen=True):
-    """A part of the model that a random number leaves out: which number, compared to what, and which random numbers go with it."""
+    """A part of the model that a random number leaves out: which one, compared to what, and which others go with it."""
 
     site: Count  # of the number
     index: Count  # among those that are drawn there

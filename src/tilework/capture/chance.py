@@ -1,9 +1,9 @@
 """Branches on a random number that leave a part of the model out: `if torch.rand(()) < p: continue`.
 
-A compiled step always computes the part, and chooses between its result and what stands for it: the part's input, or zeros. Which of
-the two it is, and that it is right, is not read from the source but found in real runs: with each part left out alone, with all of
-them, and with every other one, the branch itself must give the same outputs, gradients and buffers as the choice does. A branch
-for which that is not so is refused."""
+A compiled step always computes the part, and chooses between its result and what stands for it: the part's input, or zeros. Which
+of the two it is, and that it is right, is not read from the source but found in real runs: with each part left out alone, with
+all of them, and with every other one, the branch itself must give the same outputs, gradients and buffers as the choice does. Any
+other branch is refused."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from ..artifact.manifest import Skip
 from ..errors import UserError
@@ -49,7 +50,7 @@ class Chance:
     def skip(self) -> Skip:
         d = self.draw
         return Skip(site=d.site, index=d.index, test=d.test, limit=d.limit, called=self.called,
-                    first=self.first, last=self.last, dropouts=self.dropouts)  # type: ignore[arg-type]  # fmt: skip
+                    first=self.first, last=self.last, dropouts=self.dropouts)  # fmt: skip
 
 
 @dataclass
@@ -66,7 +67,7 @@ class _Part:
 class Gate:
     """Answers the branches on random numbers in one run of the model, and sees the call that follows each of them.
 
-    chances: those that are known; each of these calls its part in any case, and the result is chosen by a tensor, where `replaces`.
+    chances: those that are known. `replaces`: each of these calls its part in any case, and a tensor chooses the result.
     called: by line, the outcome with which a part is called. left_out: which are; None: as the random numbers say."""
 
     def __init__(
@@ -203,7 +204,7 @@ def _put_back(m: nn.Module, name: str, buffer: Tensor, copy: Tensor, skip: Tenso
     if now is not buffer:  # forward has put another tensor in its place
         m._buffers[name] = torch.where(skip, copy, now)
         return
-    with torch.autograd._unsafe_preserve_version_counter(now):  # operators that keep statistics do not count their changes either
+    with _unsafe_preserve_version_counter(now):  # operators that keep statistics do not count their changes either
         now.copy_(torch.where(skip, copy, now))
 
 
@@ -242,15 +243,16 @@ def settle(roots: Sequence[tuple[str, nn.Module]], run: Callable[[Gate], Run], l
 
 
 def _polarity(roots: Sequence[tuple[str, nn.Module]], run: Callable[[Gate], Run]) -> dict[Line | None, bool]:
-    """For each line, the outcome with which more is called. Where it makes no difference, no call will follow the decision, or the
-    runs after this one will show that leaving the part out is something else."""
+    """For each line, the outcome with which more is called. Where it makes no difference, no call follows the decision, or the
+    runs after this one show that leaving the part out is something else."""
     called: dict[Line | None, bool] = {}
     while True:
         no = Gate(roots, called=called)
         run(no)
-        line = next((n for n in no.lines if n not in called), False)
-        if line is False:
+        new = [n for n in no.lines if n not in called]
+        if not new:
             return called
+        line = new[0]
         yes = Gate(roots, called={**called, line: True})
         run(yes)
         called[line] = yes.calls > no.calls

@@ -66,8 +66,8 @@ class Group:
 
 
 def groups_of(step: Step, trainable: dict[str, Tensor], keep_momentum: bool, ran: dict[str, str]) -> list[Group]:
-    """Every group with the names of those of its parameters that get a gradient (torch skips the others too). `ran`: the buffers of
-    parameters that some steps leave without one. torch counts their steps apart, so they are groups here."""
+    """Every group with the names of those of its parameters that get a gradient (torch skips the others too).
+    `ran`: the buffers of parameters that some steps leave without one. torch counts their steps apart: so do groups here."""
     names = {id(p): name for name, p in trainable.items()}
     found: list[Group] = []
     taken: set[str] = set()

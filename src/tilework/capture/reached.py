@@ -1,8 +1,8 @@
 """Which parameters have a gradient, where random numbers leave parts of the model out: for each, a formula over what is called.
 
-torch leaves a parameter alone in a step in which no gradient reaches it. What reaches it are paths of the autograd graph, and a part
-that may be left out is a choice between two of them. A formula is a set of terms, any of which is enough; a term is a set of numbers,
-all of which are needed: i + 1 for "part i is called", -(i + 1) for "part i is left out"."""
+torch leaves a parameter alone in a step in which no gradient reaches it. Gradients take the paths of the autograd graph; a part
+that may be left out is a choice between two of them. A formula is a set of terms, any of which is enough; a term is a set of
+numbers, all of which are needed: i + 1 for "part i is called", -(i + 1) for "part i is left out"."""
 
 from __future__ import annotations
 
@@ -33,8 +33,12 @@ def any_of(a: Formula, b: Formula) -> Formula:
                 todo.append(term - {x})
     least = frozenset(t for t in terms if not any(other < t for other in terms))
     if len(least) > _MOST:
-        raise UserError("capture-chance", "too many random branches decide together whether a parameter has a gradient",
-                        expected=f"at most {_MOST} ways", fix="choose with tensors: x + layer(x) * (torch.rand(()) > p)")  # fmt: skip
+        raise UserError(
+            "capture-chance",
+            "too many random branches decide together whether a parameter has a gradient",
+            expected=f"at most {_MOST} ways in which it has one",
+            fix="choose with tensors: x + layer(x) * (torch.rand(()) > p)",
+        )
     return least
 
 

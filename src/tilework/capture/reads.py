@@ -14,7 +14,7 @@ import linecache
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -44,7 +44,7 @@ def has_dynamic_shape(func: Any, args: Any) -> bool:
 
 
 def selecting(func: Any, args: Any) -> Tensor | None:
-    """The mask of nonzero(mask), x[..., mask, ...] or x.masked_select(mask); None for other operators whose shape depends on values."""
+    """The mask of nonzero(mask), x[..., mask, ...] or x.masked_select(mask); None for others whose shape depends on values."""
     if func is aten.nonzero.default:
         return args[0]
     if func is aten.masked_select.default:
@@ -69,7 +69,7 @@ class Draw:
 
     site: int
     index: int  # among the numbers that were drawn there
-    test: str  # lt, le, gt, ge
+    test: Literal["lt", "le", "gt", "ge"]
     limit: float
 
 
@@ -98,7 +98,7 @@ class Origins:
     def draw_of(self, outcome: Tensor) -> Draw | None:
         """The number behind one outcome of a comparison, where it is known."""
         draw = self._draws.get(storage_of(outcome)) if self.is_chance(outcome) else None
-        return replace(draw, index=draw.index + outcome.storage_offset()) if draw is not None else None
+        return replace(draw, index=draw.index + int(outcome.storage_offset())) if draw is not None else None
 
     def _compared(self, func: Any, args: Any) -> Draw | None:
         """Elements of the outcome lie as the numbers do."""
