@@ -375,12 +375,43 @@ class Counted(Layers):
         return h.square().mean() * (2 if left_out > 1 else 1)
 
 
+class EverySecond(Layers):
+    """Random numbers that do not lie side by side."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, out = self.first(x), (torch.rand(6)[::2] < self.p)
+        for i, layer in enumerate(self.layers):
+            if self.training and out[i]:  # torch.rand([]) < self.p
+                continue
+            h = h + layer(h)
+        return h.square().mean()
+
+
+class TwoCalls(Layers):
+    def through(self, layer: nn.Module, h: Tensor) -> Tensor:
+        if self.training and torch.rand([]) < self.p:
+            return h
+        return torch.tanh(layer(self.first(h)))
+
+
+class InPlace(Layers):
+    """The layer changes its input: with it left out, the input is what it was."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)))
+
+    def through(self, layer: nn.Module, h: Tensor) -> Tensor:
+        if self.training and torch.rand([]) < self.p:
+            return h
+        return layer(h)
+
+
 class InEval(Layers):
     def through(self, layer: nn.Module, h: Tensor) -> Tensor:
         return h if not self.training and torch.rand([]) < self.p else layer(h)
 
 
-@pytest.mark.parametrize("kind", [Other, Detached, NoCall, Together, Counted, InEval])
+@pytest.mark.parametrize("kind", [Other, Detached, NoCall, Together, Counted, EverySecond, TwoCalls, InPlace, InEval])
 def test_other_branches_are_refused_with_their_line(kind: type[Layers], tmp_path: Path) -> None:
     with pytest.raises(tilework.UserError) as e:
         compiled(kind, adam, tmp_path / "a.pef")

@@ -268,15 +268,18 @@ def _verified(
         chosen = Gate(roots, now, left_out=left_out, replaces=True)
         return _agree(truth, run(chosen), chosen, {i for i, c in enumerate(chances) if c.key in left_out})
 
+    kinds = list(INSTEAD)
     for i, chance in enumerate(chances):
         truth = run(Gate(roots, chances, left_out={chance.key}))
-        instead = next((kind for kind in INSTEAD if agrees({chance.key}, kind)), None)
+        instead = next((kind for kind in kinds if agrees({chance.key}, kind)), None)
         if instead is None:
             wrong[chance.line] = None
         else:
             chances[i] = replace(chance, instead=instead)
+            kinds.sort(key=lambda kind: kind != instead)  # the next layer is most likely of the same kind
     every = [c.key for c in chances]
-    for left_out in (every, every[::2], every[1::2]) if len(every) > 1 and not wrong else ():
+    several = [every] * (len(every) > 1) + [every[::2], every[1::2]] * (len(every) > 2)
+    for left_out in several if not wrong else []:
         truth = run(Gate(roots, chances, left_out=left_out))
         if not agrees(left_out):
             wrong |= dict.fromkeys(c.line for c in chances)

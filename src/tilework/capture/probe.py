@@ -156,10 +156,10 @@ def _probe(step: Step, example: Callable[[], tuple[Any, Any]], masks: bool) -> P
         first = run(tell=True)
         if first.undecided:
             chances, lines = settle(step.modules, lambda gate: _tried(step, example, gate, masks), first.undecided)
-            for line in lines:
-                findings.add("read", *CHANCE, at=line)
             decided = not lines
             first = run() if decided else first
+            for line in lines or first.undecided:  # the gate does not know every number: of a part of what was drawn, say
+                findings.add("read", *CHANCE, at=line)
         second = run()
         changed = second.after.changed_since(first.after)
         if changed or first.log != second.log:  # done once and for all, or different at every call? Ask again.
@@ -206,7 +206,7 @@ def _when(run: _Run, losses: Sequence[int]) -> dict[str, Formula]:
 def _tried(step: Step, example: Callable[[], tuple[Any, Any]], gate: Gate, masks: bool) -> _Run:
     """A run of its own, which leaves nothing behind, not even findings."""
     with preserved(step), ExitStack() as stack:
-        return _watched(step, example, Findings(), stack, None, masks=masks, tell=False, gate=gate)
+        return _watched(step, example, Findings(), stack, None, masks=masks, tell=False, gate=gate, tries=True)
 
 
 def _watched(
@@ -219,6 +219,7 @@ def _watched(
     masks: bool,
     tell: bool,
     gate: Gate | None = None,
+    tries: bool = False,
 ) -> _Run:
     """Forward and backward. Values that it changed are put back when `stack` ends."""
     inputs, targets = example()
@@ -229,7 +230,7 @@ def _watched(
     operators.gate, operators.undecided = gate, [] if step.train else None
     stack.callback(operators.put_back)
     grads: dict[str, Tensor] = {}
-    python = WatchPython(findings)
+    python = WatchPython(findings, calls=not tries)
     with model_errors(), captured(masks=masks), seeded(torch.tensor(1), module_names=module_names) as random:
         with python, WatchFunctions(operators), operators, ExitStack() as hooks:
             if gate is not None:
@@ -247,7 +248,7 @@ def _watched(
     return _Run(
         outputs, structure, random.sites, trainable, operators.log, python.assigned, operators.line, Snapshot(step.modules),
         operators.changing, operators.reads, operators.differentiates, operators.used,
-        grads, _left(step, operators) if gate is not None else {}, operators.undecided or [], gate,
+        grads, _left(step, operators) if tries else {}, operators.undecided or [], gate,
     )  # fmt: skip
 
 

@@ -303,15 +303,17 @@ class WatchPython:
     """Sees calls in this thread: print, clocks, other random numbers; and notes the line of every assignment to an attribute of a
     module. Nothing is patched, so other threads are not concerned."""
 
-    def __init__(self, findings: Findings) -> None:
-        self.findings = findings
+    def __init__(self, findings: Findings, *, calls: bool = True) -> None:
+        """Without `calls` it only puts random numbers from elsewhere back: to see every call takes most of a run's time."""
+        self.findings, self._calls = findings, calls
         self.assigned: dict[tuple[int, str], Line | None] = {}
 
     def __enter__(self) -> WatchPython:
         self._random = random.getstate(), np.random.get_state()
         self._line: Line | None = None
         self._before = sys.getprofile()
-        sys.setprofile(self._event)
+        if self._calls:
+            sys.setprofile(self._event)
         return self
 
     def _event(self, frame: FrameType, event: str, arg: Any) -> None:
@@ -331,7 +333,9 @@ class WatchPython:
             self.assigned.setdefault((id(own.get("self")), str(own.get("name"))), user_frame(frame.f_back))
 
     def __exit__(self, *_: object) -> None:
-        if isinstance(self._before, cProfile.Profile):  # it is no function, and takes the place back in its own way
+        if not self._calls:
+            pass
+        elif isinstance(self._before, cProfile.Profile):  # it is no function, and takes the place back in its own way
             sys.setprofile(None)
             self._before.enable()
         else:
