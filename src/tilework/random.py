@@ -24,11 +24,17 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .artifact.manifest import Skip
 from .errors import UserError
 
 MASK32 = 0xFFFFFFFF
 _SITES = 0x7117 << 40  # seed of torch's generator that stands for site 0
 aten = torch.ops.aten
+
+
+def current_site() -> int:
+    """Where the next random number will be drawn."""
+    return torch.default_generator.initial_seed() - _SITES
 
 
 def _mix(x: Any) -> Any:
@@ -217,9 +223,13 @@ class SeededRandom(TorchDispatchMode):
         seed: Tensor,
         probabilities: Sequence[Tensor] | None = None,
         module_names: dict[int, str] | None = None,
+        skips: Sequence[Skip] = (),
     ) -> None:
         super().__init__()
         self.seed = seed
+        self.skips = skips
+        self.gone: dict[int, Skip] = {}  # what is left out in this run, by its first site
+        self._passed: set[int] = set()
         self.probabilities = probabilities
         self.module_names = module_names or {}
         self.sites: list[DropoutSite] = []
@@ -237,7 +247,7 @@ class SeededRandom(TorchDispatchMode):
     def next_site(self) -> int:
         """Counts in torch's own generator: whoever saves and restores its state (recomputation in the backward pass does) draws
         the same numbers again."""
-        site = torch.default_generator.initial_seed() - _SITES
+        site = current_site()
         if not 0 <= site < 2**30:
             raise UserError(
                 "random-seed",
@@ -245,8 +255,25 @@ class SeededRandom(TorchDispatchMode):
                 found=f"a generator with seed {site + _SITES}",
                 fix="seed on the host, before the step: session.seed(...)",
             )
+        while site in self.gone:
+            skip = self.gone[site]
+            if site not in self._passed:  # a backward pass may come here again
+                self._passed.add(site)
+                self.sites += [DropoutSite("", 0.0)] * skip.dropouts
+            site = skip.last
         torch.default_generator.manual_seed(_SITES + site + 1)
         return site
+
+    def leave_out(self, skip: Skip) -> None:
+        """Eager PyTorch draws nothing in what it leaves out; a compiled step always does. So its sites are passed over."""
+        if skip.last > skip.first:
+            self.gone[skip.first] = skip
+
+    def drawn(self, site: int, value: Tensor) -> Tensor:
+        for skip in self.skips:
+            if skip.site == site and bool(_TESTS[skip.test](value.reshape(-1)[skip.index], skip.limit)) != skip.called:
+                self.leave_out(skip)
+        return value
 
     def dropout_site(self, p: float) -> tuple[int, Tensor]:
         site = self.next_site()
@@ -276,12 +303,16 @@ class SeededRandom(TorchDispatchMode):
         return handler(self, *args, **(kwargs or {}))
 
 
+_TESTS = {"lt": torch.lt, "le": torch.le, "gt": torch.gt, "ge": torch.ge}
+
+
 def _like(x: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None else x.dtype
 
 
 def _rand(r: SeededRandom, size, *, dtype=None, **_):  # type: ignore[no-untyped-def]
-    return uniform(size, r.seed, r.next_site(), dtype or torch.get_default_dtype())
+    site = r.next_site()
+    return r.drawn(site, uniform(size, r.seed, site, dtype or torch.get_default_dtype()))
 
 
 def _randn(r: SeededRandom, size, *, dtype=None, **_):  # type: ignore[no-untyped-def]
@@ -289,7 +320,8 @@ def _randn(r: SeededRandom, size, *, dtype=None, **_):  # type: ignore[no-untype
 
 
 def _rand_like(r: SeededRandom, x, *, dtype=None, **_):  # type: ignore[no-untyped-def]
-    return uniform(x.shape, r.seed, r.next_site(), _like(x, dtype))
+    site = r.next_site()
+    return r.drawn(site, uniform(x.shape, r.seed, site, _like(x, dtype)))
 
 
 def _randn_like(r: SeededRandom, x, *, dtype=None, **_):  # type: ignore[no-untyped-def]
@@ -345,8 +377,10 @@ def seeded(
     seed: Tensor,
     probabilities: Sequence[Tensor] | None = None,
     module_names: dict[int, str] | None = None,
+    skips: Sequence[Skip] = (),
 ) -> Iterator[SeededRandom]:
-    """Run eager PyTorch, or trace it, with seeded random numbers; yields the mode, whose `sites` fill up on the way."""
-    mode = SeededRandom(seed, probabilities, module_names)
+    """Run eager PyTorch, or trace it, with seeded random numbers; yields the mode, whose `sites` fill up on the way.
+    `skips`: what random numbers leave out in eager PyTorch, and never in the compiled step whose numbers these are."""
+    mode = SeededRandom(seed, probabilities, module_names, skips)
     with mode, _Dropout(mode):
         yield mode

@@ -318,6 +318,25 @@ def wav2vec2_ctc() -> Case:
     return Case(hf.Wav2Vec2ForCTC(hf.Wav2Vec2Config(**AUDIO)), audio(torch.randint(1, 32, (BATCH, 4))))
 
 
+@case("hf/wav2vec2-cls-without-masks")
+def wav2vec2_cls_without_masks() -> Case:
+    """Its masks in time come from NumPy; without them it leaves layers out at random (layerdrop=0.1)."""
+    config = hf.Wav2Vec2Config(**AUDIO, classifier_proj_size=16, num_labels=3, apply_spec_augment=False)
+    return Case(hf.Wav2Vec2ForSequenceClassification(config), audio(classes(3)))
+
+
+@case("hf/wav2vec2-ctc-without-masks")
+def wav2vec2_ctc_without_masks() -> Case:
+    config = hf.Wav2Vec2Config(**AUDIO, apply_spec_augment=False, layerdrop=0.3)
+    return Case(hf.Wav2Vec2ForCTC(config), audio(torch.randint(1, 32, (BATCH, 4))))
+
+
+@case("hf/hubert-without-masks")
+def hubert_without_masks() -> Case:
+    config = hf.HubertConfig(**AUDIO, apply_spec_augment=False, layerdrop=0.3)
+    return Case(hf.HubertForCTC(config), audio(torch.randint(1, 32, (BATCH, 4))))
+
+
 @case("hf/hubert")
 def hubert() -> Case:
     return Case(hf.HubertForCTC(hf.HubertConfig(**AUDIO)), audio(torch.randint(1, 32, (BATCH, 4))))

@@ -10,7 +10,7 @@ import copy
 import importlib
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -94,12 +94,13 @@ def run(name: str, folder: Path, **options: Any) -> Outcome:
         with tilework.load(folder / "model.pef", seed=SEED) as session:
             losses = [float(session.run(*_leaves(made)).loss.sum()) for _ in range(STEPS)]
             found = {k.removeprefix("param/"): t for k, t in session.tensors().items() if k.startswith("param/")}
+            skips = session.manifest.signature.skips
             called = sorted({op for p in session.manifest.programs.values() for op in p.called})
     except TileworkError as e:
         return Outcome("refused" if isinstance(e, tilework.UserError) else "failed", str(e), _cpu() - start)
     except Exception as e:
         return Outcome("failed", f"{type(e).__name__}: {e}", _cpu() - start)
-    verdict, detail = judge(twin, losses, found)
+    verdict, detail = judge(twin, losses, found, skips)
     if compiled.verification.retreats:
         detail = f"{detail} retreats: {compiled.verification.retreats}".strip()
     return Outcome(verdict, detail, cost, called)
@@ -109,16 +110,17 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
 
 
-def judge(twin: Case, losses: list[float], found: dict[str, Tensor]) -> tuple[str, str]:
+def judge(twin: Case, losses: list[float], found: dict[str, Tensor], skips: Sequence[Any] = ()) -> tuple[str, str]:
+    """`skips`: what random numbers leave out of the model, as the artifact tells it."""
     before = {k: p.detach().clone() for k, p in twin.model.named_parameters()}
     again = copy.deepcopy(twin)
-    theirs, after = eager(twin)
+    theirs, after = eager(twin, skips)
     largest = max((float((after[k] - before[k]).abs().max()) for k in after if after[k].numel()), default=0.0)
     wrong = _apart(losses, theirs, {k: found[k] for k in after if k in found}, after, UPDATE * max(largest, 1e-12))
     if not wrong:
         return "trains", ""
-    others = [eager(_shaken(copy.deepcopy(again), k)) for k in range(3)]
-    exact, exactly = eager(_doubled(again))
+    others = [eager(_shaken(copy.deepcopy(again), k), skips) for k in range(3)]
+    exact, exactly = eager(_doubled(again), skips)
     far, own = _distance(found, exactly), max(_distance(a, exactly) for _, a in [(theirs, after), *others])
     loss, *owns = (max(abs(a - b) for a, b in zip(x, exact, strict=True)) for x in (losses, theirs, *(o for o, _ in others)))
     own_loss = max(owns)
@@ -127,7 +129,7 @@ def judge(twin: Case, losses: list[float], found: dict[str, Tensor]) -> tuple[st
     return "wrong", f"{wrong}; from float64: {far:.2g}, eager {own:.2g}"
 
 
-def eager(case: Case) -> tuple[list[float], dict[str, Tensor]]:
+def eager(case: Case, skips: Sequence[Any] = ()) -> tuple[list[float], dict[str, Tensor]]:
     model, losses = case.model.train(), []
     optimizer = case.optimizer(trained(model))
     structure, targets = flatten(_call(case.inputs))[1], flatten(tuple(case.targets))[1]
@@ -135,7 +137,7 @@ def eager(case: Case) -> tuple[list[float], dict[str, Tensor]]:
     for i in range(STEPS):
         optimizer.zero_grad()
         leaves = [t.clone() for t in _leaves(case)]
-        with seeded(torch.tensor(next_seed(SEED, i))):
+        with seeded(torch.tensor(next_seed(SEED, i)), skips=skips):
             inputs = unflatten(structure, iter(leaves[:own]))
             output = model(**inputs) if isinstance(inputs, dict) else model(*inputs)
             if callable(case.loss):
@@ -149,7 +151,8 @@ def eager(case: Case) -> tuple[list[float], dict[str, Tensor]]:
             # backward by another name, which modes over torch's functions do not switch off: checkpoints draw the same numbers
             total = loss.sum()
             one = torch.ones_like(total)
-            _engine_run_backward((total,), (one,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+            if total.requires_grad:  # not where random numbers have left out all that has parameters
+                _engine_run_backward((total,), (one,), False, False, (), allow_unreachable=True, accumulate_grad=True)
         optimizer.step()
         losses.append(float(loss.detach().sum()))
     return losses, {k: p.detach().clone() for k, p in model.named_parameters()}

@@ -69,6 +69,7 @@ class Group(_Table, frozen=True):
     params: list[Name]
     state: list[Name]
     initial: dict[Name, float] = {}  # state that does not start at zero
+    counter: str = ""  # whose steps are counted apart, as state/<counter>/step; empty: the prefix
 
 
 class Program(_Table, frozen=True):
@@ -127,6 +128,19 @@ class Check(_Table, frozen=True):
     text: str
 
 
+class Skip(_Table, frozen=True):
+    """A part of the model that a random number leaves out: which one, compared to what, and which others go with it."""
+
+    site: Count  # of the number
+    index: Count  # among those that are drawn there
+    test: Literal["lt", "le", "gt", "ge"]
+    limit: float
+    called: bool  # the outcome with which the part is called
+    first: Count  # the sites inside the part: from here
+    last: Count  # up to here, which is not one of them
+    dropouts: Count  # how many of them are dropouts with a probability of their own
+
+
 class Signature(_Table, frozen=True):
     """One use of the weights, with its own shapes: training at some batch size, inference at another."""
 
@@ -146,6 +160,7 @@ class Signature(_Table, frozen=True):
     accumulate: Literal["mean", "sum"]
     checks: dict[Literal["fwd", "infer"], list[Check]] = {}  # check/fwd and check/infer have a number for each: NaN if it fails
     programs: dict[str, Name] = {}  # by role
+    skips: list[Skip] = []
 
     def __post_init__(self) -> None:
         if self.prefix not in ("", self.name):

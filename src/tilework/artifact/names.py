@@ -17,6 +17,7 @@ class Kind(StrEnum):
     CONST = "const"  # tensors that the model holds outside of its buffers
     RNG = "rng"
     GRAD = "grad"
+    RAN = "ran"  # how often what a random number may leave out was not left out: a number for each such set of parameters
     INPUT_GRAD = "inputgrad"
     INPUT = "input"
     OUTPUT = "output"
@@ -26,6 +27,7 @@ class Kind(StrEnum):
     CHECK = "check"  # one number for each check of values: NaN where it fails
 
 
+SUMMED = (Kind.GRAD, Kind.RAN)  # what micro-batches add to
 WEIGHTS = (Kind.PARAM, Kind.BUFFER, Kind.STATE)  # what training changes, and a checkpoint holds
 # The memory of one signature: everything whose shape may follow from the batch.
 OWN = (Kind.INPUT, Kind.INPUT_GRAD, Kind.OUTPUT, Kind.INFER, Kind.OUTGRAD, Kind.SAVED, Kind.CHECK)

@@ -21,12 +21,14 @@ from ..errors import UserError
 from ..hosts import steps_made
 from ..random import seeded
 from ..step import Step
+from .chance import Gate
 from .losses import from_losses
 from .opt import opt_graph
 from .optimizers import Group, groups_of
 from .partition import label_sections, partition
 from .pooling import pooling
 from .probe import Probe, evaluate, preserved, refuse, run_probe
+from .reached import as_tensor
 from .reads import Answers, Read
 from .rewrites import captured
 from .trace import gradients, keep_backward_sources, to_graph, trace
@@ -150,7 +152,9 @@ class _Capture:
                     root.eval()
             self.probe = probe = run_probe(step, self._fresh)
         self._name_buffers(probe)
-        self.groups = groups_of(step, probe.trainable, self.keep_momentum)
+        self.formulas = list(dict.fromkeys(probe.when.values()))
+        ran = {k: Buffer.of(Kind.RAN, str(self.formulas.index(formula))) for k, formula in probe.when.items()}
+        self.groups = groups_of(step, probe.trainable, self.keep_momentum, ran)
         self._check_optimizers()
         self.hyper = self._hyper()
         sections: dict[str, Graph] = {}
@@ -262,7 +266,13 @@ class _Capture:
         def joint(*args: Tensor) -> list[Any]:
             inputs, targets = self._fresh(args[:n])
             # Around the backward pass as well: it may run parts of the model again, or draw random numbers of its own.
-            with captured(masks=probe.masks), seeded(args[n], args[n + 1 : n + 1 + num_p]), Answers(probe.reads) as answers:
+            with ExitStack() as stack:
+                stack.enter_context(captured(masks=probe.masks))
+                stack.enter_context(seeded(args[n], args[n + 1 : n + 1 + num_p]))
+                gate = Gate(self.step.modules, probe.chances, replaces=True)
+                if probe.chances:
+                    stack.enter_context(gate.watching())
+                answers = stack.enter_context(Answers(probe.reads, gate.decide))
                 outputs, _ = evaluate(self.step, inputs, targets)
                 keep_backward_sources([outputs[i] for i in sources])
                 seeds = list(args[n + 1 + num_p :]) or [torch.full_like(outputs[i], self._scale) for i in sources]
@@ -270,7 +280,8 @@ class _Capture:
                 grads = gradients([outputs[i] for i in sources], [*trainable, *leaves], seeds)
             new = self._replaced_buffers()
             replaced[:] = [k for k, _ in new]
-            return [*(o.detach() for o in outputs), *(b.detach() for _, b in new), *answers.values(), *grads]
+            ran = [as_tensor(formula, gate.skips) for formula in self.formulas]
+            return [*(o.detach() for o in outputs), *(b.detach() for _, b in new), *answers.values(), *ran, *grads]
 
         args = [*self.flat, torch.tensor(1), *(torch.tensor(s.p, dtype=torch.float64) for s in probe.sites), *outgrads]
         with torch.enable_grad(), preserved(self.step, self.changing):
@@ -279,6 +290,7 @@ class _Capture:
         reads += [f"outgrad/{outs[i]}" for i in sources] if with_outgrads else []
         reads += [self._closed_over(t) for t in traced.closed_over]
         results = [f"output/{o}" for o in outs] + [f"buffer/{k}" for k in replaced] + self._checked("fwd", probe.reads)
+        results += [Buffer.of(Kind.RAN, str(i)) for i in range(len(self.formulas))]
         results += [f"grad/{k}" for k in probe.trainable] + [f"inputgrad/{self.input_names[i]}" for i in wanted_inputs]
         return pooling(to_graph("joint", traced, reads, results, ""))
 
@@ -312,7 +324,7 @@ class _Capture:
                         self.weights[f"state/{k}/{name}"] = values[name].detach().clone()
             made = steps_made(own, g.prefix, g.rule.kind, "dampening" in g.rule.hyper)
             if made:
-                self.weights[f"state/{g.prefix}/step"] = torch.tensor(made)
+                self.weights[f"state/{g.counter}/step"] = torch.tensor(made)
 
     def _infer(self) -> tuple[Graph, Structure]:
         """The model alone, in eval mode: what a training artifact runs for inference."""
@@ -390,6 +402,7 @@ class _Capture:
                 num_micro_batches=step.num_micro_batches,
                 accumulate=step.accumulate,
                 checks=self.checks,
+                skips=[chance.skip for chance in probe.chances],
             ),
             params={
                 **{k: {"trainable": True, "group": group_of.get(k)} for k in probe.trainable},
@@ -439,4 +452,5 @@ def _describe(g: Group) -> dict[str, Any]:
         "params": list(g.params),
         "state": [*g.rule.state, *g.rule.numbers],
         "initial": dict(g.rule.numbers),
+        "counter": "" if g.counter == g.prefix else g.counter,
     }

@@ -42,15 +42,16 @@ class _Updating:
                 p = self.params[k]
                 traced = self._rule(g, p)
                 places = {"p": f"param/{k}", "g": values.get(f"clipped/{k}", f"grad/{k}")}
+                places |= {"ran": g.ran} if g.ran else {}
                 places |= {f"s/{s}": f"state/{k}/{s}" for s in (*g.rule.state, *g.rule.numbers)}
                 kind = "wide" if p.dtype == torch.float64 else "scalars"
-                places |= {name: values[f"{kind}/{g.prefix}/{name}"] for name in traced.graph.reads if name not in places}
+                places |= {name: values[f"{kind}/{g.counter}/{name}"] for name in traced.graph.reads if name not in places}
                 graph = traced.for_parameter(p)
                 for name in graph.reads:
                     if "/" in places[name] and places[name] not in values:
                         reads.setdefault(places[name])
                         types[places[name]] = graph.types[name]
-                common, mark = f"_{g.prefix}_{traced.number}", f"_u{len(writes)}"
+                common, mark = f"_{g.counter}_{traced.number}", f"_u{len(writes)}"
                 new = {n.name: n.name + (common if n.name in traced.scalars else mark) for n in graph.nodes}
 
                 def rename(name: str, new: dict[str, str] = new, places: dict[str, str] = places) -> str:
@@ -63,8 +64,8 @@ class _Updating:
                     buffer = f"param/{k}" if result == "new/p" else f"state/{k}/{result.removeprefix('new/s/')}"
                     writes.append((buffer, rename(value)))
                     types.setdefault(buffer, graph.types[result])
-            step = f"state/{g.prefix}/step"
-            writes.append((step, values[f"scalars/{g.prefix}/t"]))
+            step = f"state/{g.counter}/step"
+            writes.append((step, values[f"steps/{g.counter}"]))
             types[step] = TensorType("int64", (), ())
             reads.setdefault(step)
         graph = Graph("opt", tuple(reads), tuple(nodes), tuple(writes), types).prune()
@@ -76,11 +77,13 @@ class _Updating:
         clipped = list(self.params) if {"clip_norm", "clip_value"} & set(self.hyper) else []
         reads = [f"grad/{k}" for k in clipped]
         example = [self.params[k].contiguous() for k in clipped]  # gradients and state are dense, whatever the parameter's layout
-        reads += [f"state/{g.prefix}/step" for g in self.groups] + [f"hyper/{name}" for name in self.hyper]
+        reads += [f"state/{g.counter}/step" for g in self.groups] + [f"hyper/{name}" for name in self.hyper]
         example += [torch.tensor(0) for _ in self.groups] + [torch.tensor(1.0, dtype=torch.float64) for _ in self.hyper]
+        ran = sorted({g.ran for g in self.groups if g.ran})
+        reads, example = reads + ran, example + [torch.tensor(1.0) for _ in ran]
         results: list[str] = []
 
-        def before(*args: Tensor) -> list[Tensor]:
+        def head(*args: Tensor) -> list[Tensor]:
             v = dict(zip(reads, args, strict=True))
             results.clear()
             new: list[Tensor] = []
@@ -93,25 +96,28 @@ class _Updating:
             for k, grad in grads.items():
                 result(f"clipped/{k}", grad)
             for g in self.groups:
-                step = v[f"state/{g.prefix}/step"] + 1
+                before = v[f"state/{g.counter}/step"]
+                step = before + 1
+                result(f"steps/{g.counter}", torch.where(v[g.ran] > 0, step, before) if g.ran else step)
                 h = derived({k: v[f"hyper/{g.prefix}.{k}"] for k in g.rule.hyper}, step)
                 h |= g.rule.derive(h, step)
                 for kind, scalars in (("wide", h), ("scalars", packed(h))):
-                    result(f"{kind}/{g.prefix}/t", step)
+                    result(f"{kind}/{g.counter}/t", step)
                     for name, value in scalars.items():
-                        result(f"{kind}/{g.prefix}/h/{name}", value)
+                        result(f"{kind}/{g.counter}/h/{name}", value)
             return new
 
-        return to_graph("opt", trace(before, example), reads, results, "opt")
+        return to_graph("opt", trace(head, example), reads, results, "opt")
 
     def _rule(self, g: Group, p: Tensor) -> _Traced:
         """The group's rule, traced for a parameter like this one."""
         alike = (p.dtype, p.is_contiguous()) if p.dim() and p.numel() > 1 and p.is_contiguous() else _exact(p)
-        known = self.rules.get((g.prefix, alike)) or self.rules.get((g.prefix, _exact(p)))
+        own = g.prefix, bool(g.ran)
+        known = self.rules.get((own, alike)) or self.rules.get((own, _exact(p)))
         if known is not None and (known.any_shape or known.type == TensorType.of(p)):
             return known
         traced = _Traced.of(g, p, len(self.rules))
-        self.rules[g.prefix, alike if traced.any_shape else _exact(p)] = traced
+        self.rules[own, alike if traced.any_shape else _exact(p)] = traced
         return traced
 
 
@@ -121,7 +127,8 @@ def _exact(p: Tensor) -> Any:
 
 @dataclass(frozen=True)
 class _Traced:
-    """A rule over p (the parameter), g (its gradient), s/... (state), t (the step's number) and h/... (scalars)."""
+    """A rule over p (the parameter), g (its gradient), s/... (state), t (the step's number), h/... (scalars), and ran (whether it
+    has a gradient), where that is not certain."""
 
     graph: Graph
     type: TensorType  # of the parameter that it was traced with
@@ -137,6 +144,7 @@ class _Traced:
         reads = ["p", "g", *(f"s/{s}" for s in (*g.rule.state, *g.rule.numbers)), "t", *(f"h/{name}" for name in scalars)]
         example = [p, *(p.contiguous() for _ in range(1 + len(g.rule.state))), *(torch.tensor(0.0) for _ in g.rule.numbers)]
         example += [torch.tensor(0), *(torch.tensor(1.0, dtype=wide) for _ in scalars)]
+        reads, example = (reads + ["ran"], [*example, torch.tensor(1.0)]) if g.ran else (reads, example)
         results: list[str] = []
 
         def update(*args: Tensor) -> list[Tensor]:
@@ -144,10 +152,14 @@ class _Traced:
             s = {name: v[f"s/{name}"] for name in (*g.rule.state, *g.rule.numbers)}
             new, state = updated_by(g.rule, v["p"], v["g"], s, {name: v[f"h/{name}"] for name in scalars}, v["t"])
             results[:] = ["new/p", *(f"new/s/{name}" for name in state)]
-            return [new.to(v["p"].dtype), *(value.to(v[f"s/{name}"].dtype) for name, value in state.items())]
+            made = [(v["p"], new), *((s[name], value) for name, value in state.items())]
+            if not g.ran:
+                return [value.to(old.dtype) for old, value in made]
+            # Without a gradient torch leaves a parameter alone: no decay, no momentum, no count.
+            return [torch.where(v["ran"] > 0, value.to(old.dtype), old) for old, value in made]
 
         graph = to_graph("rule", trace(update, example), reads, results, "opt")
-        known = {r for r in graph.reads if r == "t" or r.startswith("h/")}
+        known = {r for r in graph.reads if r in ("t", "ran") or r.startswith("h/")}
         for node in graph.nodes:
             if set(node.refs()) <= known and all(t is not None and not t.shape for t in node.types):
                 known.add(node.name)

@@ -61,10 +61,13 @@ class Group:
     optimizer: str  # "opt0"
     rule: Rule
     params: tuple[str, ...]
+    counter: str  # whose steps are counted together: the prefix, or the part of the group that is left out together
+    ran: str = ""  # the buffer that says whether they have a gradient in this step; empty: always
 
 
-def groups_of(step: Step, trainable: dict[str, Tensor], keep_momentum: bool) -> list[Group]:
-    """Every group with the names of those of its parameters that get a gradient (torch skips the others too)."""
+def groups_of(step: Step, trainable: dict[str, Tensor], keep_momentum: bool, ran: dict[str, str]) -> list[Group]:
+    """Every group with the names of those of its parameters that get a gradient (torch skips the others too).
+    `ran`: the buffers of parameters that some steps leave without one. torch counts their steps apart: so do groups here."""
     names = {id(p): name for name, p in trainable.items()}
     found: list[Group] = []
     taken: set[str] = set()
@@ -81,7 +84,10 @@ def groups_of(step: Step, trainable: dict[str, Tensor], keep_momentum: bool) -> 
                 )
             taken |= set(params)
             group = {k: float(v) if isinstance(v, Tensor) else v for k, v in group.items()}
-            found.append(Group(f"opt{i}.g{j}", f"opt{i}", rule_for(optimizer, group, keep_momentum), params))
+            prefix, rule = f"opt{i}.g{j}", rule_for(optimizer, group, keep_momentum)
+            for n, buffer in enumerate(("", *sorted({ran[k] for k in params if k in ran}))):
+                together = tuple(k for k in params if ran.get(k, "") == buffer)
+                found.append(Group(prefix, f"opt{i}", rule, together, f"{prefix}.part{n}" if buffer else prefix, buffer))
     return found
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,13 +22,15 @@ from ..errors import Place, TileworkError, TileworkWarning, UserError
 from ..random import DropoutSite, seeded
 from ..reach import hidden_parameters
 from ..step import Step
+from .chance import Chance, Gate, settle
 from .masked import Masked, NotMasked
+from .reached import ALWAYS, Formula, reached
 from .reads import Read, storage_of
 from .rewrites import captured
 from .snapshot import Change, Snapshot
 from .source import line_text, short, user_line_of_exception
 from .trace import gradients
-from .watch import STATE, UNSTEADY, Findings, Line, WatchFunctions, WatchOperators, WatchPython
+from .watch import CHANCE, STATE, UNSTEADY, Findings, Line, WatchFunctions, WatchOperators, WatchPython
 
 
 @dataclass
@@ -47,6 +49,8 @@ class Probe:
     reads: list[Read]  # values that Python reads on the way
     differentiates: bool  # whether forward takes gradients itself
     masks: bool  # whether x[mask] keeps the shape of x (masked.py)
+    chances: list[Chance]  # random numbers that leave parts of the model out
+    when: dict[str, Formula]  # parameter -> when it has a gradient, where that is not always
 
 
 def _line_that_names(module: nn.Module, name: str) -> tuple[str, int] | None:
@@ -127,6 +131,10 @@ class _Run:
     reads: list[Read]
     differentiates: bool
     used: set[int]
+    grads: dict[str, Tensor]
+    left: dict[str, Tensor]  # buffers, and other memory that the run has changed, as it left them
+    undecided: list[Line | None]  # branches on random numbers that nobody answered
+    gate: Gate | None
 
 
 def run_probe(step: Step, example: Callable[[], tuple[Any, Any]]) -> Probe:
@@ -138,13 +146,21 @@ def run_probe(step: Step, example: Callable[[], tuple[Any, Any]]) -> Probe:
 
 
 def _probe(step: Step, example: Callable[[], tuple[Any, Any]], masks: bool) -> Probe:
-    findings = Findings()
+    findings, chances, decided = Findings(), list[Chance](), False
     with preserved(step), torch.enable_grad(), ExitStack() as stack:
 
         def run(line_at: int | None = None, tell: bool = False) -> _Run:
-            return _watched(step, example, findings, stack, line_at, masks=masks, tell=tell)
+            gate = Gate(step.modules, chances, replaces=True) if decided else None
+            return _watched(step, example, findings, stack, line_at, masks=masks, tell=tell, gate=gate)
 
-        first, second = run(tell=True), run()
+        first = run(tell=True)
+        if first.undecided:
+            chances, lines = settle(step.modules, lambda gate: _tried(step, example, gate, masks), first.undecided)
+            decided = not lines
+            first = run() if decided else first
+            for line in lines or first.undecided:  # the gate does not know every number: of a part of what was drawn, say
+                findings.add("read", *CHANCE, at=line)
+        second = run()
         changed = second.after.changed_since(first.after)
         if changed or first.log != second.log:  # done once and for all, or different at every call? Ask again.
             third = run(_first_difference(first.log, second.log))
@@ -159,10 +175,11 @@ def _probe(step: Step, example: Callable[[], tuple[Any, Any]], masks: bool) -> P
     frozen: dict[str, Tensor] = {
         f"{pre}{k}": p for pre, root in step.modules for k, p in root.named_parameters() if id(p) not in known
     }
+    losses = _losses(step, first.outputs, first.structure)
     return Probe(
         outputs=[o.detach() for o in first.outputs],
         structure=first.structure,
-        losses=_losses(step, first.outputs, first.structure),
+        losses=losses,
         differentiable=tuple(o.requires_grad for o in first.outputs),
         trainable=first.trainable,
         buffers=buffers,
@@ -172,7 +189,24 @@ def _probe(step: Step, example: Callable[[], tuple[Any, Any]], masks: bool) -> P
         reads=first.reads,
         differentiates=first.differentiates,
         masks=masks,
+        chances=chances,
+        when=_when(first, losses),
     )
+
+
+def _when(run: _Run, losses: Sequence[int]) -> dict[str, Formula]:
+    """Parameters that a gradient from the losses (from any output, where there are none) does not always reach."""
+    if run.gate is None:
+        return {}
+    sources = [run.outputs[i] for i in losses] or [o for o in run.outputs if o.requires_grad]
+    found = reached(sources, run.gate.choices)
+    return {k: found[id(t)] for k, t in run.trainable.items() if found.get(id(t), ALWAYS) != ALWAYS}
+
+
+def _tried(step: Step, example: Callable[[], tuple[Any, Any]], gate: Gate, masks: bool) -> _Run:
+    """A run of its own, which leaves nothing behind, not even findings."""
+    with preserved(step), ExitStack() as stack:
+        return _watched(step, example, Findings(), stack, None, masks=masks, tell=False, gate=gate, tries=True)
 
 
 def _watched(
@@ -184,6 +218,8 @@ def _watched(
     *,
     masks: bool,
     tell: bool,
+    gate: Gate | None = None,
+    tries: bool = False,
 ) -> _Run:
     """Forward and backward. Values that it changed are put back when `stack` ends."""
     inputs, targets = example()
@@ -191,22 +227,36 @@ def _watched(
     own = [t for _, root in step.modules for t in [*root.parameters(), *root.buffers()]]
     operators = WatchOperators(findings, own, [*flatten(inputs)[0], *flatten(targets)[0]])
     operators.line_at = line_at
+    operators.gate, operators.undecided = gate, [] if step.train else None
     stack.callback(operators.put_back)
-    python = WatchPython(findings)
+    grads: dict[str, Tensor] = {}
+    python = WatchPython(findings, calls=not tries)
     with model_errors(), captured(masks=masks), seeded(torch.tensor(1), module_names=module_names) as random:
-        with python, WatchFunctions(operators), operators:
+        with python, WatchFunctions(operators), operators, ExitStack() as hooks:
+            if gate is not None:
+                gate.random = random
+                hooks.enter_context(gate.watching())
             outputs, structure = evaluate(step, inputs, targets, tell=tell)
             trainable = _leaves(step, outputs)
             sources = [o for o in outputs if o.requires_grad]
             if sources and trainable:
-                gradients(sources, list(trainable.values()), [torch.ones_like(o) for o in sources])
+                made = gradients(sources, list(trainable.values()), [torch.ones_like(o) for o in sources])
+                grads = {k: g for k, g in zip(trainable, made, strict=True) if g is not None}
     if operators.fixed and tell:
         warnings.warn("numbers that depend on integer inputs are fixed in the artifact, and checked in each run: "
                       + "; ".join(dict.fromkeys(operators.fixed)), TileworkWarning, stacklevel=2)  # fmt: skip
     return _Run(
         outputs, structure, random.sites, trainable, operators.log, python.assigned, operators.line, Snapshot(step.modules),
         operators.changing, operators.reads, operators.differentiates, operators.used,
+        grads, _left(step, operators) if tries else {}, operators.undecided or [], gate,
     )  # fmt: skip
+
+
+def _left(step: Step, operators: WatchOperators) -> dict[str, Tensor]:
+    buffers = {f"{prefix}{k}": b for prefix, root in step.modules for k, b in root.named_buffers()}
+    own = {storage_of(b) for b in buffers.values()}
+    others = {str(k): torch.empty(0, dtype=torch.uint8).set_(s.clone()) for k, (s, _) in operators.saved.items() if k not in own}
+    return {k: b.detach().clone() for k, b in buffers.items()} | others
 
 
 def refuse(findings: Findings) -> None:

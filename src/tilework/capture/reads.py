@@ -3,6 +3,7 @@
 Most of them would be frozen into the artifact and are refused (watch.py). Some may be read, because they cannot be otherwise at
 run time, or because being otherwise is an error: what follows from constants alone; a random number below 1 compared with 1;
 checks, whose other side raises; and whole numbers that follow from integer inputs alone, such as how many graphs a batch has.
+A random number may decide whether a part of the model is called (chance.py).
 Those are answered while the step is traced, and what could be otherwise becomes a check of every run."""
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ from __future__ import annotations
 import ast
 import functools
 import linecache
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -21,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..artifact.manifest import Check
 from ..errors import BugError
-from ..random import RANDOM_OPERATORS
+from ..random import RANDOM_OPERATORS, current_site
 from .source import short, user_frame
 
 aten = torch.ops.aten
@@ -43,9 +44,11 @@ def has_dynamic_shape(func: Any, args: Any) -> bool:
 
 
 def selecting(func: Any, args: Any) -> Tensor | None:
-    """The mask of nonzero(mask) or x[..., mask, ...]; None for other operators whose shape depends on values."""
+    """The mask of nonzero(mask), x[..., mask, ...] or x.masked_select(mask); None for others whose shape depends on values."""
     if func is aten.nonzero.default:
         return args[0]
+    if func is aten.masked_select.default:
+        return args[1] if args[0].shape == args[1].shape else None
     masks = [i for i in args[1] if i is not None and i.dtype == torch.bool] if func is aten.index.Tensor else []
     return masks[0] if len(masks) == 1 and not any(i is not None and i.dtype == torch.uint8 for i in args[1]) else None
 
@@ -57,6 +60,17 @@ class Read:
     kind: str  # the operator
     value: Any
     check: Check | None = None  # at run time it must be the same
+    chance: int | None = None  # it decides whether a part of the model is called: which of those decisions (chance.py)
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A uniform random number that was compared to a limit."""
+
+    site: int
+    index: int  # among the numbers that were drawn there
+    test: Literal["lt", "le", "gt", "ge"]
+    limit: float
 
 
 class Origins:
@@ -69,6 +83,8 @@ class Origins:
         self._given = {storage_of(t): t.untyped_storage() for t in inputs if not (t.is_floating_point() or t.is_complex())}
         self._uniform: dict[int, UntypedStorage] = {}  # random numbers in [0, 1)
         self._chance: dict[int, UntypedStorage] = {}  # what they were compared to
+        self._sites: dict[int, int] = {}  # where they were drawn
+        self._draws: dict[int, Draw] = {}  # of comparisons, with the index of the first element
 
     def is_constant(self, *tensors: Tensor) -> bool:
         return all(storage_of(t) in self._constant for t in tensors)
@@ -78,6 +94,18 @@ class Origins:
 
     def is_chance(self, *tensors: Tensor) -> bool:
         return any(storage_of(t) in self._chance for t in tensors)
+
+    def draw_of(self, outcome: Tensor) -> Draw | None:
+        """The number behind one outcome of a comparison, where it is known."""
+        draw = self._draws.get(storage_of(outcome)) if self.is_chance(outcome) else None
+        return replace(draw, index=draw.index + int(outcome.storage_offset())) if draw is not None else None
+
+    def _compared(self, func: Any, args: Any) -> Draw | None:
+        """Elements of the outcome lie as the numbers do."""
+        numbers, site = args[0], self._sites.get(storage_of(args[0]))
+        if site is None or not numbers.is_contiguous():
+            return None
+        return Draw(site, numbers.storage_offset(), func.overloadpacket.__name__, float(args[1]))
 
     def note(self, func: Any, args: Any, inputs: Sequence[Tensor], results: Sequence[Tensor], written: Sequence[Tensor]) -> None:
         """An operator has run."""
@@ -99,12 +127,21 @@ class Origins:
                 self._put(self._given, key, t, given and not constant and not (t.is_floating_point() or t.is_complex()))
                 self._put(self._uniform, key, t, func in _UNIFORM)
                 self._put(self._chance, key, t, compared and not constant)
+                self._sites.pop(key, None)
+                self._draws.pop(key, None)
+                if func in _UNIFORM:
+                    self._sites[key] = current_site() - 1
+                draw = self._compared(func, args) if compared and not constant else None
+                if draw is not None:
+                    self._draws[key] = draw
         for t in written:
             if not constant:
                 self._constant.pop(storage_of(t), None)
             if not given:
                 self._given.pop(storage_of(t), None)
             self._uniform.pop(storage_of(t), None)
+            self._sites.pop(storage_of(t), None)
+            self._draws.pop(storage_of(t), None)
 
     @staticmethod
     def _put(where: dict[int, UntypedStorage], key: int, t: Tensor, yes: bool) -> None:
@@ -121,9 +158,11 @@ def storage_of(t: Tensor) -> int:
 class Answers(TorchDispatchMode):
     """While the step is traced: reads get the values that they had in the watched run, in the same order."""
 
-    def __init__(self, reads: Iterable[Read]) -> None:
+    def __init__(self, reads: Iterable[Read], decide: Callable[[int, Tensor], None] | None = None) -> None:
+        """`decide` hears of each read that decides whether a part is called: which one, and whether it is left out."""
         super().__init__()
         self._left = iter(reads)
+        self._decide = decide
         self.violated: list[Tensor] = []  # one bool for each check
 
     def _next(self, kind: str) -> Read:
@@ -141,6 +180,8 @@ class Answers(TorchDispatchMode):
         places = aten.nonzero_static(mask, size=count)
         if func is aten.nonzero.default:
             return places
+        if func is aten.masked_select.default:
+            return aten.index(args[0], places.unbind(1))
         indices = [part for i in args[1] for part in (places.unbind(1) if i is mask else (i,))]
         return aten.index(args[0], indices)
 
@@ -155,6 +196,8 @@ class Answers(TorchDispatchMode):
             read = self._next(str(func))
             if read.check is not None:
                 self.violated.append(args[0].reshape(()) != read.value)
+            if read.chance is not None and self._decide is not None:
+                self._decide(read.chance, args[0].reshape(()) != read.value)
             return read.value
         if has_dynamic_shape(func, args):
             read = self._next(str(func))

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..artifact.manifest import Check
 from ..errors import Place
 from ..random import RANDOM_OPERATORS
+from .chance import Gate
 from .reads import READS, Origins, Read, check_of, has_dynamic_shape, reading_frame, selecting, storage_of
 from .source import is_user_file, line_text, short, user_frame
 
@@ -58,7 +59,7 @@ _PRINT = (
     "forward runs in Python only once, at compile time; this would print then and never again",
     "return the value from forward and print it after the step; or remove the line",
 )
-_CHANCE = (
+CHANCE = (
     "the branch depends on a random number; it would be drawn once, at compile time, and frozen into the artifact",
     "never or always: set the probability to 0 (layerdrop=0.0) or 1; or choose with tensors: x + layer(x) * (torch.rand(()) > p)",
 )
@@ -150,6 +151,8 @@ class WatchOperators(TorchDispatchMode):
         self.takes(inputs)
         self.reads: list[Read] = []  # that may be
         self.used: set[int] = set()  # memory that operators have read
+        self.gate: Gate | None = None  # answers branches on random numbers
+        self.undecided: list[Line | None] | None = None  # where it is not there yet: their lines; None: they are findings
         self.fixed: list[str] = []  # what was read from integer inputs, and is fixed
         self.differentiates = False  # whether the model takes gradients inside its own forward
         self.method: str | None = None  # by which the user's code is reading a value right now; "": seen already
@@ -191,6 +194,11 @@ class WatchOperators(TorchDispatchMode):
         if func._schema.is_mutable:
             self._before_write(func, args, kwargs)
         result = func(*args, **kwargs)
+        if self.gate is not None and func is READS[0] and (draw := self.origins.draw_of(args[0])) is not None:
+            result, number = self.gate.answer(draw, user_frame(), args[0])
+            self.reads.append(Read(str(func), result, chance=number))
+            self.log.append(result)
+            return result
         inputs = _tensors(args) + _tensors(tuple(kwargs.values()))
         read = {storage_of(t) for t in inputs}
         self.used |= read
@@ -220,7 +228,10 @@ class WatchOperators(TorchDispatchMode):
         elif whole:
             self.reads.append(Read(str(func), value, self._fixed(f"the number that is read here is {value}")))
         elif self.origins.is_chance(args[0]):
-            self.findings.add("read", *_CHANCE)
+            if self.undecided is None:
+                self.findings.add("read", *CHANCE)
+            else:
+                self.undecided.append(user_frame())
         else:
             self.findings.add_read(self.method or "item", user_frame())
 
@@ -292,15 +303,17 @@ class WatchPython:
     """Sees calls in this thread: print, clocks, other random numbers; and notes the line of every assignment to an attribute of a
     module. Nothing is patched, so other threads are not concerned."""
 
-    def __init__(self, findings: Findings) -> None:
-        self.findings = findings
+    def __init__(self, findings: Findings, *, calls: bool = True) -> None:
+        """Without `calls` it only puts random numbers from elsewhere back: to see every call takes most of a run's time."""
+        self.findings, self._calls = findings, calls
         self.assigned: dict[tuple[int, str], Line | None] = {}
 
     def __enter__(self) -> WatchPython:
         self._random = random.getstate(), np.random.get_state()
         self._line: Line | None = None
         self._before = sys.getprofile()
-        sys.setprofile(self._event)
+        if self._calls:
+            sys.setprofile(self._event)
         return self
 
     def _event(self, frame: FrameType, event: str, arg: Any) -> None:
@@ -320,7 +333,9 @@ class WatchPython:
             self.assigned.setdefault((id(own.get("self")), str(own.get("name"))), user_frame(frame.f_back))
 
     def __exit__(self, *_: object) -> None:
-        if isinstance(self._before, cProfile.Profile):  # it is no function, and takes the place back in its own way
+        if not self._calls:
+            pass
+        elif isinstance(self._before, cProfile.Profile):  # it is no function, and takes the place back in its own way
             sys.setprofile(None)
             self._before.enable()
         else:

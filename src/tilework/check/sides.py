@@ -156,14 +156,15 @@ def _train(manifest: Manifest, signature: Signature, step: Step, inputs: list[Te
     for micro in range(num_micro):
         leaves = _leaves(signature, step, inputs, micro, num_micro)
         model_inputs, targets = unflatten(signature.input_structure, iter(leaves))
-        with seeded(torch.tensor(next_seed(SEED, number * num_micro + micro)), _probabilities(manifest)):
+        with seeded(torch.tensor(next_seed(SEED, number * num_micro + micro)), _probabilities(manifest), skips=signature.skips):
             with step.autocast():
                 output = step.call_model(model_inputs)
                 outputs, *_ = flatten_outputs(output)
                 if step.loss_function is not None:
                     outputs = [step.call_loss(output, targets), *outputs]
             sources = [o for a, o in zip(signature.outputs, outputs, strict=True) if a.name in signature.losses]
-            sources = sources or [o for o in outputs if o.requires_grad]
+            # A loss has no gradient where random numbers have left out all that has parameters.
+            sources = [o for o in sources or outputs if o.requires_grad]
             scale = 1.0 / num_micro if signature.accumulate == "mean" else 1.0
             if sources:
                 seeds = tuple(torch.full_like(s, scale) for s in sources)

@@ -55,7 +55,8 @@ def command(
     if m.hyperparameters:
         out.print("hyper    " + ", ".join(f"{k}={v:g}" for k, v in m.hyperparameters.items()), markup=False)
     for group in m.groups:
-        out.print(f"{group.prefix}  {group.rule}, {len(group.params)} parameters, state: {', '.join(group.state) or 'none'}")
+        name, state = group.counter or group.prefix, ", ".join(group.state) or "none"
+        out.print(f"{name}  {group.rule}, {len(group.params)} parameters, state: {state}")
     for p in parts:
         out.print(f"{'ok ' if p.ok else 'NO '} {p.name}: needs {p.needs}; here: {p.has}", markup=False)
     if operators:

@@ -28,7 +28,7 @@ from ..artifact.manifest import (
     Weights,
 )
 from ..artifact.manifest import Tensor as TensorEntry
-from ..artifact.names import Buffer, Kind
+from ..artifact.names import SUMMED, Buffer, Kind, is_kind
 from ..artifact.reader import Artifact
 from ..artifact.writer import initial_bytes, require_replaceable, write_artifact, write_whole
 from ..capture.capture import Constants, StepGraph, capture
@@ -282,7 +282,7 @@ def buckets(planned: Plan) -> list[Bucket]:
     found: list[Bucket] = []
     open_: dict[str, list[str]] = {}
     for buffer, kind in planned.buffers.items():
-        if Buffer(buffer).kind != Kind.GRAD or buffer not in reads:
+        if not is_kind(buffer, *SUMMED) or buffer not in reads:
             continue
         room = open_.setdefault(kind.dtype, [])
         if room and sum(planned.buffers[b].num_bytes for b in room) + kind.num_bytes > BUCKET_BYTES:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ..artifact.graph import Graph, Node, Ref, TensorType
-from ..artifact.names import Kind, is_kind
+from ..artifact.names import SUMMED, is_kind
 
 
 def join(name: str, graphs: Sequence[Graph], keep: Callable[[str], bool]) -> Graph:
@@ -46,7 +46,7 @@ def accumulate(joint: Graph) -> Graph:
     reads = list(joint.reads)
     types = dict(joint.types)
     for buffer, value in joint.writes:
-        if not is_kind(buffer, Kind.GRAD):
+        if not is_kind(buffer, *SUMMED):
             writes.append((buffer, value))
             continue
         kind = (types[buffer],)

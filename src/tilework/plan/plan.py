@@ -13,7 +13,7 @@ import msgspec
 
 from ..artifact.graph import Graph, TensorType
 from ..artifact.manifest import Signature
-from ..artifact.names import OWN, Buffer, Kind, is_kind
+from ..artifact.names import OWN, SUMMED, Buffer, Kind, is_kind
 from ..capture.capture import StepGraph
 from ..errors import BugError, UserError
 from .convolutions import small_convolutions
@@ -163,7 +163,7 @@ def _programs(step: StepGraph, options: Options) -> dict[str, tuple[Graph, tuple
             made["accumulate"] = accumulate(sections["joint"]), ("fwd", "bwd")
         elif "opt" in sections:
             graph = join(
-                "step", [sections["joint"], sections["opt"]], lambda b: options.keep_gradients or not is_kind(b, Kind.GRAD)
+                "step", [sections["joint"], sections["opt"]], lambda b: options.keep_gradients or not is_kind(b, *SUMMED)
             )
             made["step"] = graph, ("fwd", "bwd", "opt")
         else:  # gradients only: no optimizer

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..artifact.manifest import Manifest, Signature
-from ..artifact.names import WEIGHTS, Kind, is_kind
+from ..artifact.names import SUMMED, WEIGHTS, Kind, is_kind
 from ..artifact.structure import flatten
 from ..errors import UserError
 from ..tiles.page import Slot
@@ -115,7 +115,7 @@ class Calls:
                 else [self.buffer(Kind.OUTPUT, n) for n in outputs.names]
             ),
             how=() if infer else outputs.how,
-            zeroed=tuple(b for b in writes if is_kind(b, Kind.GRAD)) if accumulates else (),
+            zeroed=tuple(b for b in writes if is_kind(b, *SUMMED)) if accumulates else (),
             seeds="own" if infer else "next",
             counts=role != "fwd" and update,
             shown_loss=losses[0] if losses else None,

@@ -124,7 +124,7 @@ class Buffers:
 
 def step_counter(group: Group) -> str:
     """Where the steps of a group are counted."""
-    return Buffer.of(Kind.STATE, f"{group.prefix}/step")
+    return Buffer.of(Kind.STATE, f"{group.counter or group.prefix}/step")
 
 
 def initial_state(manifest: Manifest) -> dict[str, float]:
