@@ -20,13 +20,13 @@ from tilework.errors import did_you_mean
 from ..logging import samba_logger
 from . import distributed, failures
 from .affinity import tiles_asked
-from .compiling import compile_to, make_step, pef_path
+from .compiling import as_call, batch_sizes_of, compile_to, leaves, make_step, pef_path
 from .devicetensors import DeviceTensors
 from .logfiles import log_files
 from .matching import check, check_graph
 from .profiler import Profiler
 from .refusals import refused, say_ignored
-from .running import Runner
+from .running import Runner, signature_for
 from .sambatensor import SambaTensor, to_torch
 
 
@@ -67,8 +67,8 @@ class SambaSession(DeviceTensors):
         forward_only = bool(getattr(args, "inference", False)) if inference is None else inference
         optimizers = optim if optimizers is None else optimizers
         notes = {"metadata": {**dict(pef_metadata or {}), **dict(metadata or {})}}
-        path = pef_path(args, name or type(model).__name__)
         failures.install()  # also where an app does not use parse_app_args
+        path, replicas = pef_path(args, name or type(model).__name__), distributed.replicas_asked(args)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.with_suffix(".samba.log").touch()
@@ -77,7 +77,7 @@ class SambaSession(DeviceTensors):
                                      fix="choose another --output-folder") from e  # fmt: skip
         with log_files(path) as report:
             step = make_step(model, inputs, optimizers, args, loss_indices=loss_indices, inference=forward_only, metadata=notes)
-            done = compile_to(step, path, report, inference=forward_only)
+            done = compile_to(step, path, report, batch_sizes=batch_sizes_of(args, step), num_replicas=replicas)
             report(str(done))
         self._compiled[id(model)] = path
         self._inputs, self.model = inputs, model
@@ -97,6 +97,7 @@ class SambaSession(DeviceTensors):
     ) -> tuple[SambaTensor, ...]:
         failures.install()
         args = self.args
+        distributed.require_one_rank(args)
         several = [] if optimizers is None else list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
         path = Path(pef) if pef else self._compiled.get(id(model))
         if path is None:
@@ -104,13 +105,15 @@ class SambaSession(DeviceTensors):
 
             self._folder = tempfile.TemporaryDirectory()
             traced = make_step(model, inputs, optimizers, args, loss_indices=loss_indices, inference=not several)
-            path = compile_to(traced, Path(self._folder.name) / "traced.pef", lambda _: None, inference=not several).path
-        step = make_step(model, inputs, several, args, loss_indices=[0], inference=not several)
+            path = compile_to(traced, Path(self._folder.name) / "traced.pef").path
+        step = make_step(model, inputs, several, args, loss_indices=[0], inference=not several, run=False)
         spatial = int(getattr(args, "num_spatial_batches", 1) or 1) if getattr(args, "mapping", None) == "spatial" else 1
         before = self._runners.pop(id(model), None)
         if before is not None:
             before.close()
-        runner = Runner(path, model, several, step, spatial, tiles_asked(args, path))
+        core = tilework.load(path, tiles=tiles_asked(args, path))
+        runner = Runner(path, model, several, step, spatial, core, signature_for(core.manifest, leaves(as_call(inputs))))
+        step.train = not runner.inference
         check(runner, model, inputs, several, loss_indices)
         if several and runner.inference and not getattr(args, "inference", False):
             samba_logger.warning(f"{path} was compiled with --inference: runs are forward only, the optimizer does nothing")
@@ -157,8 +160,8 @@ class SambaSession(DeviceTensors):
             raise tilework.UserError("sambaflow-argument", f"session.run has no argument {unknown[0]!r}",
                                      fix=did_you_mean(unknown[0], _RUN_ARGUMENTS))  # fmt: skip
         say_ignored("session.run", ignored)
-        if distributed.get_world_size() > 1:  # an app may have brought the group up by itself
-            raise refused("data parallel over several ranks: gradients are not averaged yet")
+        if data_parallel or distributed.get_world_size() > 1:  # an app may have brought the group up by itself
+            distributed.require_one_rank(self.args, data_parallel)
         if section_ids is not None and section_types is None:
             section_types = self._section_types(section_ids)
         grads: list[Tensor | None] | None = None

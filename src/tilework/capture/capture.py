@@ -21,6 +21,7 @@ from ..errors import UserError
 from ..hosts import steps_made
 from ..random import seeded
 from ..step import Step
+from .examples import settled
 from .losses import from_losses
 from .opt import opt_graph
 from .optimizers import Group, groups_of
@@ -68,7 +69,7 @@ def capture(
 
     sections=False: no fwd and bwd of their own, where the loss is known; only the two together (joint).
     constants: those of the steps that were captured before it, for the same artifact."""
-    return _Capture(step, keep_momentum, constants or Constants(), report).run(sections)
+    return _Capture(settled(step), keep_momentum, constants or Constants(), report).run(sections)
 
 
 class Constants:
