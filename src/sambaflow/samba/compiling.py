@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 import tilework
 from tilework.artifact.structure import flatten
-from tilework.capture.examples import settled
 
 from ..logging import samba_logger
 from .conversion import plain
+from .distributed import replicas_asked
+from .logfiles import log_files
 from .sambatensor import SambaTensor, to_torch
 
 METADATA = "sambaflow"  # the key of the artifact's metadata below which all of ours is
@@ -151,7 +152,7 @@ def make_step(
         examples = tilework.Step(model=model, inputs=call, loss=None, batch_dim=dim, precision=precision, train=not inference,
                                  examples="shapes")  # fmt: skip
         with plain(model):
-            call = settled(examples).inputs
+            call = tilework.settled(examples).inputs
     whole = call
     if micro > 1:
         call = _part(call, micro, dim, 0)
@@ -281,6 +282,23 @@ def batch_sizes_of(args: Namespace, step: tilework.Step) -> list[int]:
         return []
     others = [n for n in dict.fromkeys(asked) if n != step.num_rows]
     return [step.num_rows, *others] if step.train else others
+
+
+def write_pef(args: Namespace, name: str, make: Callable[[], tilework.Step | list[tilework.Step]]) -> Path:
+    """Everything between a step, which `make` gives, and a file: logs beside it, and the lines that users look for."""
+    path, replicas = pef_path(args, name), replicas_asked(args)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.with_suffix(".samba.log").touch()
+    except OSError as e:
+        raise tilework.UserError("sambaflow-folder", f"{path.parent}: nothing can be written there", found=str(e),
+                                 fix="choose another --output-folder") from e  # fmt: skip
+    with log_files(path) as report:
+        step = make()
+        sizes = batch_sizes_of(args, step) if isinstance(step, tilework.Step) else []
+        report(str(compile_to(step, path, report, batch_sizes=sizes, num_replicas=replicas)))
+    print(f"[info   ] PEF file {path.resolve()} created", flush=True)
+    return path
 
 
 def pef_path(args: Namespace, name: str) -> Path:

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from tilework.capture.source import not_the_users
+from tilework.errors import not_the_users
 
-not_the_users(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+not_the_users.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep)
 
 # By name, because one function has several: F.linear is torch._C._nn.linear, x @ y is Tensor.__matmul__.
 _PRODUCTS = {"linear", "bilinear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",

@@ -49,10 +49,13 @@ class Runner:
             optimizer._opt_called = True
         self.inference = bool(m.metadata.get(METADATA, {}).get("inference", False))
         self.traced: tuple[SambaTensor, ...] = ()  # what trace_graph returned
+        self.returned: Sequence[SambaTensor] = ()  # by a run, where these are not all
         self.outputs: list[SambaTensor] = []  # of the last forward
         self.newest: Runner = self  # the one that ran last: this one, or the one for another batch size
         self._input_names = [a.name for a in self.signature.inputs]
-        self._named = list(m.metadata.get(METADATA, {}).get("inputs", []))  # sn_name of each when it was compiled
+        notes = m.metadata.get(METADATA, {})
+        self._graphs = notes.get("graphs", {})  # name -> sn_name of each of its inputs; empty where there is only one graph
+        self._named = list(self._graphs.get(self.signature.name) or notes.get("inputs", []))  # sn_names, as compiled
         self._dtypes = [getattr(torch, a.type.dtype) for a in self.signature.inputs]
         self._rows = self.signature.num_rows  # of one run: the batch times its micro-batches
         self._given: dict[str, float] = {}  # by hyperparam_dict, until it says something else
@@ -288,7 +291,7 @@ class Runner:
         """Where the PEF has a graph for that size too (--batch-sizes): on the same weights, in the same session."""
         if rows not in self._others:
             sizes = {s.num_rows: s.name for s in self.manifest.signatures if s.name != self.signature.name}
-            if rows not in sizes:
+            if self._graphs or rows not in sizes:
                 return None
             self._others[rows] = Runner(self.path, self.model, self.optimizers, None, 1, self.core, sizes[rows])
         return self._others[rows]

@@ -20,25 +20,23 @@ from tilework.errors import did_you_mean
 from ..logging import samba_logger
 from . import distributed, failures
 from .affinity import tiles_asked
-from .compiling import as_call, batch_sizes_of, compile_to, leaves, make_step, pef_path
-from .devicetensors import DeviceTensors
-from .logfiles import log_files
+from .compiling import as_call, compile_to, leaves, make_step, write_pef
+from .graph import tensors_in
 from .matching import check, check_graph
+from .multigraph import Graphs
 from .profiler import Profiler
 from .refusals import refused, say_ignored
 from .running import Runner, signature_for
 from .sambatensor import SambaTensor, to_torch
 
 
-class SambaSession(DeviceTensors):
+class SambaSession(Graphs):
     def __init__(self, pef_path: str = "") -> None:
         super().__init__()
         self.pef_path = pef_path
-        self.args = Namespace()  # of parse_app_args, or of setup
         self.tracing = False
         self.enabled_pinned_memory = False
         self.profiler = Profiler()
-        self.seed: int | None = None
         self._profiling = False  # between start_ and end_..._profile: every run is an event
         self._compiled: dict[int, Path] = {}  # id of a model -> the file that this process compiled for it
 
@@ -68,20 +66,13 @@ class SambaSession(DeviceTensors):
         optimizers = optim if optimizers is None else optimizers
         notes = {"metadata": {**dict(pef_metadata or {}), **dict(metadata or {})}}
         failures.install()  # also where an app does not use parse_app_args
-        path, replicas = pef_path(args, name or type(model).__name__), distributed.replicas_asked(args)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.with_suffix(".samba.log").touch()
-        except OSError as e:
-            raise tilework.UserError("sambaflow-folder", f"{path.parent}: nothing can be written there", found=str(e),
-                                     fix="choose another --output-folder") from e  # fmt: skip
-        with log_files(path) as report:
-            step = make_step(model, inputs, optimizers, args, loss_indices=loss_indices, inference=forward_only, metadata=notes)
-            done = compile_to(step, path, report, batch_sizes=batch_sizes_of(args, step), num_replicas=replicas)
-            report(str(done))
+
+        def make() -> tilework.Step:
+            return make_step(model, inputs, optimizers, args, loss_indices=loss_indices, inference=forward_only, metadata=notes)
+
+        path = write_pef(args, name or type(model).__name__, make)
         self._compiled[id(model)] = path
         self._inputs, self.model = inputs, model
-        print(f"[info   ] PEF file {path.resolve()} created", flush=True)
         return str(path)
 
     # ---- tracing: a PEF, a model and its optimizers come together ----
@@ -153,8 +144,9 @@ class SambaSession(DeviceTensors):
     ) -> list[SambaTensor]:
         """Runs the sections, all of them by default; returns the outputs in the order in which forward returns them, or those
         of `output_tensors`, in their order, where these are some of the traced ones."""
-        wanted = [o for o in _several(output_tensors) if isinstance(o, SambaTensor)]
-        runner = next((o._owner for o in wanted if o._owner is not None), None) or self._traced_runner()
+        wanted = list(tensors_in(output_tensors))
+        runner = self._graph_runner(graph_name) if graph_name is not None else None
+        runner = runner or next((o._owner for o in wanted if o._owner is not None), None) or self._traced_runner()
         unknown = [k for k in ignored if k not in _HARMLESS]
         if unknown:
             raise tilework.UserError("sambaflow-argument", f"session.run has no argument {unknown[0]!r}",
@@ -176,8 +168,8 @@ class SambaSession(DeviceTensors):
             self.profiler.end_event(event)
         if len(wanted) == len(runner.traced) and all(a is b for a, b in zip(wanted, runner.traced, strict=True)):
             return results
-        places = [i for o in wanted for i, t in enumerate(runner.traced) if t is o]
-        return [results[i] for i in places] if places and len(places) == len(wanted) else results
+        places = [i for o in wanted or runner.returned for i, t in enumerate(runner.traced) if t is o]
+        return [results[i] for i in places] if places and len(places) == len(wanted or runner.returned) else results
 
     def _section_types(self, ids: Sequence[int]) -> list[str]:
         """Sections by number: in the order in which they run."""
@@ -203,6 +195,7 @@ class SambaSession(DeviceTensors):
         self.runner, self.model, self._inputs = None, None, ()
         self._compiled.clear()
         self._aux.clear()
+        self._forget_graphs()
 
     def set_seed(self, seed: int) -> None:
         self.seed = seed = int(os.environ.get("SAMBA_SEED", seed))
@@ -238,13 +231,10 @@ class SambaSession(DeviceTensors):
 
     _context_directives: Any = None
 
-    def add_graph(self, *_: Any, **__: Any) -> None:
-        raise refused("several graphs in one PEF (add_graph, compile_multigraph)")
+    def create_dynamic_dim(self, *_: Any, **__: Any) -> None:
+        raise refused("dynamic dimensions (create_dynamic_dim): compile a graph for each size (--batch-sizes, FwdGraph)")
 
-    compile_multigraph = add_graph
-    init_multigraph_runtime = add_graph
-    create_dynamic_dim = add_graph
-    load_dynamic_dims_config = add_graph
+    load_dynamic_dims_config = create_dynamic_dim
     dynamic_dims: Any = ()
 
 

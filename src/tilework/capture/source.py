@@ -12,27 +12,26 @@ from types import FrameType
 
 import torch
 
+from ..errors import not_the_users
+
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _TILEWORK = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _OWN_MODELS = os.path.join(_TILEWORK, "zoo") + os.sep  # models we ship count as user code
 _STDLIB = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 _CALLERS = {os.path.join(_TILEWORK, *name.split("/")) for name in ("step.py", "capture/probe.py", "capture/capture.py")}
-_libraries: list[str] = []  # folders of frontends: their lines are not the user's
 _FRAME = re.compile(r'File "(.+?)", line (\d+)')
 
 
-def not_the_users(folder: str) -> None:
-    """Code in this folder stands between the user's and ours, as a frontend does: places in messages are never there."""
-    _libraries.append(os.path.abspath(folder) + os.sep)
-    is_user_file.cache_clear()
+def is_user_file(path: str) -> bool:
+    return _is_user_file(path) and not os.path.abspath(path).startswith(tuple(not_the_users))
 
 
 @functools.cache
-def is_user_file(path: str) -> bool:
+def _is_user_file(path: str) -> bool:
     path = os.path.abspath(path)
     if path.startswith(_OWN_MODELS):
         return True
-    if path.startswith((_TORCH, _TILEWORK, *_libraries)) or "<" in os.path.basename(path):
+    if path.startswith((_TORCH, _TILEWORK)) or "<" in os.path.basename(path):
         return False
     return not path.startswith(_STDLIB) or "site-packages" in path
 
