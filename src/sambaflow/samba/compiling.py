@@ -87,7 +87,12 @@ def _evaluated(model: nn.Module, call: Any, which: Sequence[int]) -> list[Tensor
 def losses_of(model: nn.Module, call: Any, loss_indices: Sequence[int] | None) -> list[int]:
     """Which outputs backward starts from: those named; else the scalars and what a loss function returned; else all."""
     if loss_indices is not None:
-        return [int(i) for i in ([loss_indices] if isinstance(loss_indices, int) else loss_indices)]
+        asked: list[int] = [loss_indices] if isinstance(loss_indices, int) else list(loss_indices)
+        if not all(isinstance(i, int) for i in asked):
+            raise tilework.UserError(
+                "loss-position", "loss_indices", found=repr(asked), expected="positions of outputs: 0, 1, ..."
+            )
+        return asked
     state = torch.get_rng_state()
     buffers = {k: b.clone() for k, b in model.named_buffers()}
     with torch.enable_grad(), plain(model):
@@ -174,6 +179,11 @@ def make_step(
         several = []
     else:
         loss = losses_of(model, call, loss_indices)
+        if several and not loss:
+            raise tilework.UserError("loss-gradient", "there is an optimizer, but nothing to train",
+                                     found="no output of the model depends on a parameter that requires a gradient",
+                                     fix="check that forward detaches nothing and not all parameters are frozen, or "
+                                         "compile with --inference")  # fmt: skip
     return tilework.Step(
         model=model,
         inputs=call,

@@ -146,6 +146,8 @@ class SambaSession(Graphs):
         of `output_tensors`, in their order, where these are some of the traced ones."""
         wanted = list(tensors_in(output_tensors))
         runner = self._graph_runner(graph_name) if graph_name is not None else None
+        if graph_name is not None and runner is None:
+            say_ignored("session.run with one graph", {"graph_name": graph_name})
         runner = runner or next((o._owner for o in wanted if o._owner is not None), None) or self._traced_runner()
         unknown = [k for k in ignored if k not in _HARMLESS]
         if unknown:
