@@ -17,6 +17,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from .artifact.reader import Artifact as Artifact
     from .artifact.reader import read_artifact as read_artifact
+    from .capture.examples import settled as settled
     from .check.verified import compile as compile
     from .compiler.build import Compiled as Compiled
     from .compiler.build import plan_step as plan_step
@@ -49,6 +50,7 @@ _PUBLIC = {
     "compile": ("check.verified", "compile"),
     "load": ("runtime.session", "load"),
     "plan_step": ("compiler.build", "plan_step"),
+    "settled": ("capture.examples", "settled"),
     "read_artifact": ("artifact.reader", "read_artifact"),
 }
 __all__ = [*sorted(_PUBLIC), "optim"]

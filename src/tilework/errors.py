@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 DOCS = "docs/errors.md"
+not_the_users: list[str] = []  # folders of frontends, with a separator at the end: a place in a message is never there
 
 
 @dataclass(frozen=True)

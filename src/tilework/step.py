@@ -44,7 +44,7 @@ class Step:
     batch_dim: int | None = 0
     train: bool = True  # False: only inference is built, and nothing of a backward pass
     name: str = ""  # of its signature in the artifact; by default the size of its batch
-    examples: Literal["data", "shapes"] = "data"  # shapes: the examples' values mean nothing; the check makes its own
+    examples: Literal["data", "shapes"] = "data"  # shapes: the examples' values mean nothing; valid ones are found
     metadata: Mapping[str, Any] = field(default_factory=dict)  # the user's own notes; kept in the artifact
 
     def __post_init__(self) -> None:

@@ -22,6 +22,7 @@ from ..hosts import steps_made
 from ..random import seeded
 from ..step import Step
 from .chance import Gate
+from .examples import settled
 from .losses import from_losses
 from .opt import opt_graph
 from .optimizers import Group, groups_of
@@ -70,7 +71,7 @@ def capture(
 
     sections=False: no fwd and bwd of their own, where the loss is known; only the two together (joint).
     constants: those of the steps that were captured before it, for the same artifact."""
-    return _Capture(step, keep_momentum, constants or Constants(), report).run(sections)
+    return _Capture(settled(step), keep_momentum, constants or Constants(), report).run(sections)
 
 
 class Constants:

@@ -12,6 +12,8 @@ from types import FrameType
 
 import torch
 
+from ..errors import not_the_users
+
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _TILEWORK = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _OWN_MODELS = os.path.join(_TILEWORK, "zoo") + os.sep  # models we ship count as user code
@@ -20,8 +22,12 @@ _CALLERS = {os.path.join(_TILEWORK, *name.split("/")) for name in ("step.py", "c
 _FRAME = re.compile(r'File "(.+?)", line (\d+)')
 
 
-@functools.cache
 def is_user_file(path: str) -> bool:
+    return _is_user_file(path) and not os.path.abspath(path).startswith(tuple(not_the_users))
+
+
+@functools.cache
+def _is_user_file(path: str) -> bool:
     path = os.path.abspath(path)
     if path.startswith(_OWN_MODELS):
         return True

@@ -20,6 +20,7 @@ from ..artifact.manifest import Manifest, Signature
 from ..artifact.names import Kind, is_kind
 from ..artifact.reader import Artifact, read_artifact
 from ..artifact.structure import flatten
+from ..capture.examples import settled
 from ..errors import UserError
 from ..runtime.checkpoint import require_digest
 from ..runtime.devices import device_class
@@ -95,6 +96,7 @@ def check(path: str | Path, step: Step | None = None, *, device: str | None = No
         raise UserError("test-null", "the null device does no arithmetic, so there is nothing to compare")
     if step is None:
         return _graph_only(artifact, device)
+    step = settled(step)
     reports = []
     for signature in manifest.signatures:
         own = step if signature.num_rows in (None, step.num_rows) else step.with_rows(signature.num_rows or 1)

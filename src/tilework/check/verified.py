@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from ..artifact.manifest import Signature
 from ..artifact.reader import Artifact
 from ..artifact.structure import flatten
+from ..capture.examples import settled
 from ..compiler.backends import backend_for
 from ..compiler.build import Compiled, Report, compile_step
 from ..compiler.cache import Cache
@@ -68,25 +69,34 @@ def signatures_of(steps: list[Step], batch_sizes: Sequence[int], infer_batch_siz
 def _judge(trial: Artifact, steps: Sequence[Step]) -> Verdict:
     manifest, reports, note = trial.manifest, [], ""
     for signature, step in zip(manifest.signatures, steps, strict=True):
-        try:
-            inputs, note = _inputs(signature, step)
-            expected = run_module(manifest, signature, step, inputs)
-        except TileworkError:
-            raise
-        except Exception as e:
-            why = f"not verified: eager PyTorch raises {type(e).__name__} on the inputs: {str(e)[:200]}"
+        why = ""
+        for inputs, on in _inputs(signature, step):
+            try:
+                expected = run_module(manifest, signature, step, inputs)
+            except TileworkError:
+                raise
+            except Exception as e:
+                why = f"not verified: eager PyTorch raises {type(e).__name__} on the inputs: {str(e)[:200]}"
+                continue
+            reports.append(beside_module(trial, signature, step, inputs, expected))
+            note = on
+            break
+        else:
             return Verdict({}, why, compared=False)
-        reports.append(beside_module(trial, signature, step, inputs, expected))
     return Verdict({program: str(row) for report in reports for program, row in report.wrong().items()}, note)
 
 
-def _inputs(signature: Signature, step: Step) -> tuple[list[Tensor], str]:
-    """The example inputs; generated ones where they are only shapes, or all the same number, which would hide mistakes."""
-    examples = [t.detach() for t in (*flatten(step.inputs)[0], *flatten(step.targets)[0])]
+def _inputs(signature: Signature, step: Step) -> Iterator[tuple[list[Tensor], str]]:
+    """What to run on: the example inputs, with random numbers where they are all the same, which would hide mistakes. Where the
+    examples are only shapes, generated ones; and where the step raises on these, such as it runs on."""
     if step.examples == "shapes":
-        return random_inputs(signature), "on generated inputs, since the examples are only shapes"
+        yield random_inputs(signature), "on generated inputs, since the examples are only shapes"
+        step = settled(step)
+    examples = [t.detach() for t in (*flatten(step.inputs)[0], *flatten(step.targets)[0])]
     generator = torch.Generator().manual_seed(7)
     same = [t.is_floating_point() and t.numel() > 1 and bool((t == t.reshape(-1)[0]).all()) for t in examples]
     used = [torch.randn(t.shape, generator=generator).to(t.dtype) if s else t for t, s in zip(examples, same, strict=True)]
     note = "on the example inputs" + (", with random numbers where they are all the same" if any(same) else "")
-    return repeated(used, signature), note
+    yield repeated(used, signature), note
+    if any(same):  # they may be the same for a reason: probabilities, say
+        yield repeated(examples, signature), "on the example inputs"

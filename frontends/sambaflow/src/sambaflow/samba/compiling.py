@@ -7,8 +7,7 @@ import os
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +19,8 @@ from tilework.artifact.structure import flatten
 
 from ..logging import samba_logger
 from .conversion import plain
+from .distributed import replicas_asked
+from .logfiles import log_files
 from .sambatensor import SambaTensor, to_torch
 
 METADATA = "sambaflow"  # the key of the artifact's metadata below which all of ours is
@@ -75,7 +76,7 @@ def _evaluated(model: nn.Module, call: Any, which: Sequence[int]) -> list[Tensor
     training = {m: m.training for m in model.modules()}
     model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), plain(model):
             outputs = flatten(model(**call) if isinstance(call, Mapping) else model(*call))[0]
     finally:
         for module, mode in training.items():
@@ -86,10 +87,15 @@ def _evaluated(model: nn.Module, call: Any, which: Sequence[int]) -> list[Tensor
 def losses_of(model: nn.Module, call: Any, loss_indices: Sequence[int] | None) -> list[int]:
     """Which outputs backward starts from: those named; else the scalars and what a loss function returned; else all."""
     if loss_indices is not None:
-        return [int(i) for i in ([loss_indices] if isinstance(loss_indices, int) else loss_indices)]
+        asked: list[int] = [loss_indices] if isinstance(loss_indices, int) else list(loss_indices)
+        if not all(isinstance(i, int) for i in asked):
+            raise tilework.UserError(
+                "loss-position", "loss_indices", found=repr(asked), expected="positions of outputs: 0, 1, ..."
+            )
+        return asked
     state = torch.get_rng_state()
     buffers = {k: b.clone() for k, b in model.named_buffers()}
-    with torch.enable_grad():
+    with torch.enable_grad(), plain(model):
         outputs = flatten(model(**call) if isinstance(call, Mapping) else model(*call))[0]
     torch.set_rng_state(state)
     with torch.no_grad():
@@ -134,13 +140,24 @@ def make_step(
     loss_indices: Sequence[int] | None = None,
     inference: bool = False,
     metadata: Mapping[str, Any] | None = None,
+    run: bool = True,
 ) -> tilework.Step:
+    """The examples' values mean nothing: apps give random numbers for classes, tokens and probabilities. `run`: find such as the
+    model runs on, and with them its losses; without, the step is only for comparing it with a PEF."""
+    if not isinstance(model, nn.Module):
+        raise tilework.UserError("sambaflow-model", "this is no model", found=type(model).__name__, expected="a torch.nn.Module")
     call, dim = as_call(inputs), batch_dim_of(inputs)
     several = [] if optimizers is None else list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
     if int(getattr(args, "batch_size", 1) or 0) < 1 or any(t.numel() == 0 for t in leaves(call)):
         raise tilework.UserError("sambaflow-batch", "an empty batch cannot be compiled",
                                  found=f"batch size {getattr(args, 'batch_size', None)}", expected="1 or more")  # fmt: skip
     micro = 1 if inference else num_micro_batches(args, leaves(call), dim)  # nothing accumulates in a forward pass
+    precision: Literal["bfloat16", "float32"] = "bfloat16" if _wants_bf16(args) else "float32"
+    if run:
+        examples = tilework.Step(model=model, inputs=call, loss=None, batch_dim=dim, precision=precision, train=not inference,
+                                 examples="shapes")  # fmt: skip
+        with plain(model):
+            call = tilework.settled(examples).inputs
     whole = call
     if micro > 1:
         call = _part(call, micro, dim, 0)
@@ -162,6 +179,11 @@ def make_step(
         several = []
     else:
         loss = losses_of(model, call, loss_indices)
+        if several and not loss:
+            raise tilework.UserError("loss-gradient", "there is an optimizer, but nothing to train",
+                                     found="no output of the model depends on a parameter that requires a gradient",
+                                     fix="check that forward detaches nothing and not all parameters are frozen, or "
+                                         "compile with --inference")  # fmt: skip
     return tilework.Step(
         model=model,
         inputs=call,
@@ -169,9 +191,11 @@ def make_step(
         optimizer=several or None,
         clip_norm=norms.pop() if norms and several else None,
         num_micro_batches=micro,
-        accumulate=accumulation(model, whole, micro, dim, loss) if micro > 1 else "mean",
-        precision="bfloat16" if _wants_bf16(args) else "float32",
+        accumulate=accumulation(model, whole, micro, dim, loss) if micro > 1 and run else "mean",
+        precision=precision,
         batch_dim=dim,
+        train=not inference,
+        examples="data" if run else "shapes",
         metadata={METADATA: notes},
     )
 
@@ -232,34 +256,59 @@ def _wants_bf16(args: Namespace) -> bool:
     return preset not in ("mp0", "none", "default", "off", "fp32") or bool(getattr(args, "enable_mixed_precision_ops", None))
 
 
-def _options(device: str | None = None) -> tilework.Options:
+def _options(device: str | None = None, num_replicas: int = 1) -> tilework.Options:
     """Room for momentum, because hyperparam_dict may bring some; gradients are kept, because sn_grad may be read."""
     device = device or os.environ.get("TILEWORK_DEVICE", "cpu")
-    return tilework.Options(device=device, keep_momentum=True, keep_gradients=True)
+    return tilework.Options(device=device, keep_momentum=True, keep_gradients=True, num_replicas=num_replicas)
 
 
-@contextmanager
-def _ready(step: tilework.Step, inference: bool) -> Iterator[None]:
-    """The model as the engine takes it; for inference, without anything to differentiate."""
-    frozen = [p for p in step.model.parameters() if p.requires_grad] if inference else []
-    for p in frozen:
-        p.requires_grad_(False)
-    try:
-        with plain(step.model):
-            yield
-    finally:
-        for p in frozen:
-            p.requires_grad_(True)
-
-
-def planned(step: tilework.Step, device: str, *, inference: bool) -> Any:
-    with _ready(step, inference):
+def planned(step: tilework.Step, device: str) -> Any:
+    with plain(step.model):
         return tilework.plan_step(step, _options(device))
 
 
-def compile_to(step: tilework.Step, path: Path, report: Any, *, inference: bool, device: str | None = None) -> tilework.Compiled:
-    with _ready(step, inference):
-        return tilework.compile(step, path, options=_options(device), weights="none", report=report)  # type: ignore[attr-defined]
+def compile_to(
+    step: tilework.Step | Sequence[tilework.Step],
+    path: Path,
+    report: Any = lambda _: None,
+    *,
+    device: str | None = None,
+    batch_sizes: Sequence[int] = (),
+    num_replicas: int = 1,
+) -> tilework.Compiled:
+    first = step if isinstance(step, tilework.Step) else step[0]
+    train, infer = (batch_sizes, ()) if first.train else ((), batch_sizes)
+    with plain(first.model):
+        return tilework.compile(  # type: ignore[attr-defined]
+            step, path, options=_options(device, num_replicas), batch_sizes=train, infer_batch_sizes=infer, weights="none",
+            report=report,
+        )  # fmt: skip
+
+
+def batch_sizes_of(args: Namespace, step: tilework.Step) -> list[int]:
+    """--batch-sizes, with the size of the examples first; for inference only the others."""
+    asked = getattr(args, "batch_sizes", None) or []
+    if not asked or step.num_rows is None:
+        return []
+    others = [n for n in dict.fromkeys(asked) if n != step.num_rows]
+    return [step.num_rows, *others] if step.train else others
+
+
+def write_pef(args: Namespace, name: str, make: Callable[[], tilework.Step | list[tilework.Step]]) -> Path:
+    """Everything between a step, which `make` gives, and a file: logs beside it, and the lines that users look for."""
+    path, replicas = pef_path(args, name), replicas_asked(args)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.with_suffix(".samba.log").touch()
+    except OSError as e:
+        raise tilework.UserError("sambaflow-folder", f"{path.parent}: nothing can be written there", found=str(e),
+                                 fix="choose another --output-folder") from e  # fmt: skip
+    with log_files(path) as report:
+        step = make()
+        sizes = batch_sizes_of(args, step) if isinstance(step, tilework.Step) else []
+        report(str(compile_to(step, path, report, batch_sizes=sizes, num_replicas=replicas)))
+    print(f"[info   ] PEF file {path.resolve()} created", flush=True)
+    return path
 
 
 def pef_path(args: Namespace, name: str) -> Path:

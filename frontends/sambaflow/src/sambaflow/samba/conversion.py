@@ -8,8 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from . import oldmodel
+from .lenient import make_lenient, while_capturing
+from .pickling import register
 from .sambatensor import SambaParameter, SambaTensor, from_torch_tensor, to_torch
 
 
@@ -27,6 +30,8 @@ def from_torch_model_(model: nn.Module, parent_module_prefix: str | None = None)
     for method in (oldmodel.run, oldmodel.write_host_params):
         if not hasattr(model, method.__name__):
             setattr(model, method.__name__, method)
+    make_lenient(model)
+    register(model)
     return model
 
 
@@ -36,15 +41,27 @@ def _joined(root: str, path: str) -> str:
 
 @contextmanager
 def plain(model: nn.Module) -> Iterator[None]:
-    """The model's parameters as torch knows them, while it is captured. The objects stay the same."""
-    converted = [p for p in model.parameters() if type(p) is SambaParameter]
-    for p in converted:
-        p.__class__ = nn.Parameter  # type: ignore[assignment]
+    """The model's tensors as torch knows them, while it is captured: parameters, buffers and constants that modules hold as
+    attributes. The objects stay the same."""
+    converted = list({id(t): t for t in _held(model) if type(t) in _PLAIN}.values())
+    kinds = [type(t) for t in converted]
+    for t in converted:
+        t.__class__ = _PLAIN[type(t)]  # type: ignore[assignment]
     try:
-        yield
+        with while_capturing():
+            yield
     finally:
-        for p in converted:
-            p.__class__ = SambaParameter
+        for t, kind in zip(converted, kinds, strict=True):
+            t.__class__ = kind
+
+
+_PLAIN: dict[type, type] = {SambaParameter: nn.Parameter, SambaTensor: Tensor}
+
+
+def _held(model: nn.Module) -> Iterator[Tensor]:
+    yield from model.parameters()
+    for module in model.modules():
+        yield from (t for t in tree_leaves([vars(module), module._buffers]) if isinstance(t, Tensor))
 
 
 def from_torch(value: Any, name: str | None = None, batch_dim: int | None = None) -> Any:

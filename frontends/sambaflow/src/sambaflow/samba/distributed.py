@@ -8,6 +8,7 @@ import socket
 
 import torch.distributed as dist
 
+from ..logging import samba_logger
 from .refusals import refused
 
 _RANK = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
@@ -19,6 +20,24 @@ def _number(names: tuple[str, ...], default: int) -> int:
     return next((int(os.environ[n]) for n in names if os.environ.get(n, "").isdigit()), default)
 
 
+def replicas_asked(args: argparse.Namespace) -> int:
+    """-ws at compile time. The PEF says it; what comes of it is said now and not first on a cluster."""
+    count = int(getattr(args, "world_size", None) or 1)
+    if count > 1:
+        samba_logger.warning(f"the PEF is made for {count} replicas, but several ranks cannot run it together yet: gradients are "
+                             "not averaged. One rank can run it", log_limit=1)  # fmt: skip
+    return count
+
+
+def require_one_rank(args: argparse.Namespace, data_parallel: bool = False) -> None:
+    """Before anything runs: several ranks would each train a model of their own, without a word."""
+    asked, launched = int(getattr(args, "world_size", None) or 1), max(_number(_SIZE, 1), get_world_size())
+    together = data_parallel or bool(getattr(args, "data_parallel", False)) or get_world_size() > 1
+    if asked > 1 or (launched > 1 and together):
+        raise refused(f"data parallel over {max(asked, launched)} ranks: gradients are not averaged yet. Run it with one rank, "
+                      "and without -ws")  # fmt: skip
+
+
 def start(args: argparse.Namespace) -> None:
     if dist.is_initialized() or not dist.is_available():
         return
@@ -28,7 +47,7 @@ def start(args: argparse.Namespace) -> None:
         store = dist.TCPStore("127.0.0.1", _free_port(), 1, True)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         return
-    raise refused(f"data parallel over {size} ranks: gradients are not averaged yet")
+    require_one_rank(args)
 
 
 def _free_port() -> int:

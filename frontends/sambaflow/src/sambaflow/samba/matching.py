@@ -68,8 +68,8 @@ def check_graph(runner: Runner, step: tilework.Step) -> None:
     noted = runner.manifest.metadata.get(METADATA, {}).get("code") or {}
     if noted.get("python") != list(sys.version_info[:2]) or noted.get("digest") == code_digest(runner.model):
         return
-    again = planned(step, runner.manifest.fingerprint.device, inference=runner.inference)
-    here, there = again.programs["infer"], runner.core.artifact.graphs["infer"]
+    again = planned(step, runner.manifest.fingerprint.device)
+    here, there = again.programs["infer"], runner.core.artifact.graphs[runner.signature.programs["infer"]]
     if _operators(here) != _operators(there):
         changed = sorted({n for n, _ in _operators(here)} ^ {n for n, _ in _operators(there)})
         raise tilework.UserError(

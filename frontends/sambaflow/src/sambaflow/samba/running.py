@@ -35,21 +35,27 @@ class Runner:
         optimizers: Sequence[Any],
         step: Any,
         num_spatial: int,
-        tiles: str | None = None,
+        core: tilework.Session,
+        signature: str | None = None,
     ) -> None:
-        self.core = tilework.load(path, tiles=tiles)
+        """signature: the one of the PEF's graphs that runs here, by name; by default the first."""
+        self.core = core
         self.path, self.model, self.optimizers, self.step = path, model, list(optimizers), step
         self.num_spatial = num_spatial  # steps in one run with --mapping spatial
         self.manifest = m = self.core.manifest
-        self.signature = m.signature
+        self.signature = core.calls_of(signature).signature if signature else m.signature
+        self._which = self.signature.name if len(m.signatures) > 1 else None
         for optimizer in self.optimizers:  # a scheduler checks that steps were made: they are, on the device
             optimizer._opt_called = True
         self.inference = bool(m.metadata.get(METADATA, {}).get("inference", False))
         self.traced: tuple[SambaTensor, ...] = ()  # what trace_graph returned
+        self.returned: Sequence[SambaTensor] = ()  # by a run, where these are not all
         self.outputs: list[SambaTensor] = []  # of the last forward
         self.newest: Runner = self  # the one that ran last: this one, or the one for another batch size
         self._input_names = [a.name for a in self.signature.inputs]
-        self._named = list(m.metadata.get(METADATA, {}).get("inputs", []))  # sn_name of each when it was compiled
+        notes = m.metadata.get(METADATA, {})
+        self._graphs = notes.get("graphs", {})  # name -> sn_name of each of its inputs; empty where there is only one graph
+        self._named = list(self._graphs.get(self.signature.name) or notes.get("inputs", []))  # sn_names, as compiled
         self._dtypes = [getattr(torch, a.type.dtype) for a in self.signature.inputs]
         self._rows = self.signature.num_rows  # of one run: the batch times its micro-batches
         self._given: dict[str, float] = {}  # by hyperparam_dict, until it says something else
@@ -68,8 +74,8 @@ class Runner:
         return self._host_versions != [p._version for p in self.model.parameters()]
 
     def close(self) -> None:
-        for runner in (*self._others.values(), self):
-            runner.core.close()
+        for core in {id(r.core): r.core for r in (*self._others.values(), self)}.values():
+            core.close()
 
     # ---- one run ----
 
@@ -90,7 +96,8 @@ class Runner:
                 return self._other(self.newest, given, section_types, out_grads, inference)
         elif rows is not None and self._rows is not None and rows != self._rows:
             if rows % self._rows or self.num_spatial == 1:
-                return self._other(self._resized(rows, given), given, section_types, out_grads, inference)
+                other = self._compiled(rows) or self._resized(rows, given)
+                return self._other(other, given, section_types, out_grads, inference)
             steps = rows // self._rows
         self.newest = self
         if "fwd" in sections:
@@ -100,7 +107,7 @@ class Runner:
             in_eval = self.inference or inference or not self.model.training
             return self._keep(self._forward(given, steps, in_eval))
         if out_grads is None and sections >= self._all():
-            return self._keep(self.core.run(*given, num_steps=steps).flat)
+            return self._keep(self.core.run(*given, num_steps=steps, signature=self._which).flat)
         if steps > 1:
             raise tilework.UserError("sambaflow-spatial", "several mini-batches in one run need all sections together",
                                      found=f"{steps} mini-batches, sections {', '.join(sorted(sections))}",
@@ -111,6 +118,7 @@ class Runner:
         result = self.core.run(
             *(given if "fwd" in sections else ()),
             sections=order,
+            signature=self._which,
             out_grads=self._by_output(out_grads) if "bwd" in sections else None,
         )
         return self._keep(result.flat) if "fwd" in sections else self.outputs
@@ -133,6 +141,9 @@ class Runner:
         if isinstance(given, Mapping):
             given = self._by_name(given)
         found = [g for g in (given if isinstance(given, (list, tuple)) else [given]) if g is not None]
+        if any(isinstance(g, str) for g in found):
+            raise tilework.UserError("sambaflow-inputs", "an input is a text", found=repr(found)[:80], expected="tensors",
+                                     fix="give the tensors themselves, or a dict from names to tensors")  # fmt: skip
         if any(isinstance(g, (list, tuple, dict)) for g in found):
             found = leaves(found)
         if len(found) != len(self._dtypes):
@@ -193,12 +204,12 @@ class Runner:
         """Forward alone, batch by batch where several were given: as in eval mode, or as in training."""
         count, dim = steps * self.signature.num_micro_batches, self.signature.batch_dim or 0
         if in_eval:
-            outputs = list(flatten(self.core.infer(*given, num_batches=count))[0])
+            outputs = list(flatten(self.core.infer(*given, num_batches=count, signature=self._which))[0])
         elif count == 1:
-            outputs = self.core.run(*given, sections=["fwd"]).flat
+            outputs = self.core.run(*given, sections=["fwd"], signature=self._which).flat
         else:
             self._parts = given, self.core.random_state(), {}
-            parts = [self.core.run(*batch, sections=["fwd"]).flat for batch in self._chunks(given, count)]
+            parts = [self.core.run(*batch, sections=["fwd"], signature=self._which).flat for batch in self._chunks(given, count)]
             self._parts = given, self._parts[1], self._statistics()
             outputs = [torch.stack(p) if p[0].dim() == 0 else torch.cat(p, dim) for p in zip(*parts, strict=True)]
         return [self._a_step(o, steps) if count > steps and o.shape == (count,) and o.is_floating_point() else o for o in outputs]
@@ -237,7 +248,7 @@ class Runner:
                 if out_grads:
                     part = [None if g is None else (g / micro if mean else g) if g.dim() == 0 else g.chunk(micro, dim)[i]
                             for g in out_grads]  # fmt: skip
-                self.core.run(*batch, sections=["fwd", "bwd"], out_grads=self._by_output(part))
+                self.core.run(*batch, sections=["fwd", "bwd"], out_grads=self._by_output(part), signature=self._which)
                 for k, grad in self.core.memory.read_all(Kind.GRAD).items():
                     totals[k] = grad if k not in totals else totals[k] + grad
             for k, total in totals.items():
@@ -246,7 +257,7 @@ class Runner:
                 self.core.memory.write(k, kept)
             self.core.seed(*after)
         if "opt" in sections:
-            self.core.run(sections=["opt"])
+            self.core.run(sections=["opt"], signature=self._which)
             self._parts = None
         return self.outputs
 
@@ -279,6 +290,15 @@ class Runner:
 
     # ---- other batch sizes ----
 
+    def _compiled(self, rows: int) -> Runner | None:
+        """Where the PEF has a graph for that size too (--batch-sizes): on the same weights, in the same session."""
+        if rows not in self._others:
+            sizes = {s.num_rows: s.name for s in self.manifest.signatures if s.name != self.signature.name}
+            if self._graphs or rows not in sizes:
+                return None
+            self._others[rows] = Runner(self.path, self.model, self.optimizers, None, 1, self.core, sizes[rows])
+        return self._others[rows]
+
     def _resized(self, rows: int, given: list[Tensor]) -> Runner:
         """A batch of another size (the last of an epoch, say): the same step, captured once for that size and replayed by
         PyTorch."""
@@ -286,20 +306,24 @@ class Runner:
             self.core.run(*given)  # raises, with every mismatch
         if rows not in self._others:
             logging.samba_logger.warning(f"a batch of {rows} instead of {self._rows} rows: the step is captured once more for "
-                                         "that size and runs on the reference device, which is slower", log_limit=1)  # fmt: skip
+                                         "that size and runs on the reference device, which is slower. compile --batch-sizes "
+                                         f"{self._rows},{rows} makes a PEF for both", log_limit=1)  # fmt: skip
             step = _with_examples(self.step, given)
             with tempfile.TemporaryDirectory() as folder:
-                made = compile_to(step, Path(folder) / "other.pef", lambda _: None, inference=self.inference, device="reference")
-                self._others[rows] = Runner(made.path, self.model, self.optimizers, None, 1)
+                made = compile_to(step, Path(folder) / "other.pef", device="reference")
+                core = tilework.load(made.path)
+                self._others[rows] = Runner(made.path, self.model, self.optimizers, None, 1, core)
         return self._others[rows]
 
     def _other(self, other: Runner, given: list[Tensor], sections: Any, grads: Gradients, inference: bool) -> list[SambaTensor]:
         """A run elsewhere, on the same weights."""
-        if "fwd" in self._sections(sections, inference):  # else it has the weights, and what its forward kept
+        shared = other.core is self.core
+        if not shared and "fwd" in self._sections(sections, inference):  # else it has the weights, and what its forward kept
             _copy_tensors(self.core, other.core)
         other._given = dict(self._given)
         self.outputs = other.run(given or None, sections, None, grads, inference)
-        _copy_tensors(other.core, self.core)
+        if not shared:
+            _copy_tensors(other.core, self.core)
         self.newest = other
         return self.outputs
 
@@ -317,13 +341,32 @@ def _copy_tensors(source: tilework.Session, target: tilework.Session) -> None:
     target.load_tensors({**kept, **{k: t for k, t in source.tensors().items() if k in target.memory}})
 
 
+def signature_for(manifest: Any, given: Sequence[Tensor]) -> str:
+    """The name of the graph that takes inputs of these shapes; of the first one where none does."""
+    wanted = [list(t.shape) for t in given]
+    for s in manifest.signatures:
+        shapes = [list(a.type.shape) for a in s.inputs]
+        if s.batch_dim is not None:
+            for shape in (shape for shape in shapes if len(shape) > s.batch_dim):
+                shape[s.batch_dim] *= s.num_micro_batches
+        if shapes == wanted:
+            return str(s.name)
+    return str(manifest.signature.name)
+
+
 def _as(value: Any, dtype: torch.dtype) -> Tensor:
+    """Any integers do for any numbers that can hold them; floats only for floats."""
     tensor = to_torch(value)
     if tensor.dtype is dtype:
         return tensor
-    if tensor.is_floating_point() != dtype.is_floating_point and dtype != torch.bool:
+    if tensor.is_floating_point() and not dtype.is_floating_point and dtype != torch.bool:
         return tensor  # not a matter of width: the engine says what is wrong
-    return tensor.to(dtype)
+    made = tensor.to(dtype)
+    if not tensor.is_floating_point() and dtype != torch.bool and not torch.equal(made.to(tensor.dtype), tensor):
+        raise tilework.UserError("sambaflow-inputs", "an input has integers that its type in the PEF cannot hold",
+                                 found=f"{tensor.dtype}, {int(tensor.min())} to {int(tensor.max())}", expected=f"{dtype}",
+                                 fix="compile with an example of the type that is given")  # fmt: skip
+    return made
 
 
 def _with_examples(step: tilework.Step, given: Sequence[Tensor]) -> tilework.Step:
@@ -334,4 +377,4 @@ def _with_examples(step: tilework.Step, given: Sequence[Tensor]) -> tilework.Ste
 
     structure = flatten(step.inputs)[1]
     examples = [g.detach().clone().requires_grad_(e.requires_grad) for g, e in zip(given, flatten(step.inputs)[0], strict=True)]
-    return replace(step, inputs=unflatten(structure, iter(examples)), num_micro_batches=1)
+    return replace(step, inputs=unflatten(structure, iter(examples)), num_micro_batches=1, examples="data")

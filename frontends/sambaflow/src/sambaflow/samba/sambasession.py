@@ -20,25 +20,23 @@ from tilework.errors import did_you_mean
 from ..logging import samba_logger
 from . import distributed, failures
 from .affinity import tiles_asked
-from .compiling import compile_to, make_step, pef_path
-from .devicetensors import DeviceTensors
-from .logfiles import log_files
+from .compiling import as_call, compile_to, leaves, make_step, write_pef
+from .graph import tensors_in
 from .matching import check, check_graph
+from .multigraph import Graphs
 from .profiler import Profiler
 from .refusals import refused, say_ignored
-from .running import Runner
+from .running import Runner, signature_for
 from .sambatensor import SambaTensor, to_torch
 
 
-class SambaSession(DeviceTensors):
+class SambaSession(Graphs):
     def __init__(self, pef_path: str = "") -> None:
         super().__init__()
         self.pef_path = pef_path
-        self.args = Namespace()  # of parse_app_args, or of setup
         self.tracing = False
         self.enabled_pinned_memory = False
         self.profiler = Profiler()
-        self.seed: int | None = None
         self._profiling = False  # between start_ and end_..._profile: every run is an event
         self._compiled: dict[int, Path] = {}  # id of a model -> the file that this process compiled for it
 
@@ -67,21 +65,14 @@ class SambaSession(DeviceTensors):
         forward_only = bool(getattr(args, "inference", False)) if inference is None else inference
         optimizers = optim if optimizers is None else optimizers
         notes = {"metadata": {**dict(pef_metadata or {}), **dict(metadata or {})}}
-        path = pef_path(args, name or type(model).__name__)
         failures.install()  # also where an app does not use parse_app_args
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.with_suffix(".samba.log").touch()
-        except OSError as e:
-            raise tilework.UserError("sambaflow-folder", f"{path.parent}: nothing can be written there", found=str(e),
-                                     fix="choose another --output-folder") from e  # fmt: skip
-        with log_files(path) as report:
-            step = make_step(model, inputs, optimizers, args, loss_indices=loss_indices, inference=forward_only, metadata=notes)
-            done = compile_to(step, path, report, inference=forward_only)
-            report(str(done))
+
+        def make() -> tilework.Step:
+            return make_step(model, inputs, optimizers, args, loss_indices=loss_indices, inference=forward_only, metadata=notes)
+
+        path = write_pef(args, name or type(model).__name__, make)
         self._compiled[id(model)] = path
         self._inputs, self.model = inputs, model
-        print(f"[info   ] PEF file {path.resolve()} created", flush=True)
         return str(path)
 
     # ---- tracing: a PEF, a model and its optimizers come together ----
@@ -97,6 +88,7 @@ class SambaSession(DeviceTensors):
     ) -> tuple[SambaTensor, ...]:
         failures.install()
         args = self.args
+        distributed.require_one_rank(args)
         several = [] if optimizers is None else list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
         path = Path(pef) if pef else self._compiled.get(id(model))
         if path is None:
@@ -104,13 +96,15 @@ class SambaSession(DeviceTensors):
 
             self._folder = tempfile.TemporaryDirectory()
             traced = make_step(model, inputs, optimizers, args, loss_indices=loss_indices, inference=not several)
-            path = compile_to(traced, Path(self._folder.name) / "traced.pef", lambda _: None, inference=not several).path
-        step = make_step(model, inputs, several, args, loss_indices=[0], inference=not several)
+            path = compile_to(traced, Path(self._folder.name) / "traced.pef").path
+        step = make_step(model, inputs, several, args, loss_indices=[0], inference=not several, run=False)
         spatial = int(getattr(args, "num_spatial_batches", 1) or 1) if getattr(args, "mapping", None) == "spatial" else 1
         before = self._runners.pop(id(model), None)
         if before is not None:
             before.close()
-        runner = Runner(path, model, several, step, spatial, tiles_asked(args, path))
+        core = tilework.load(path, tiles=tiles_asked(args, path))
+        runner = Runner(path, model, several, step, spatial, core, signature_for(core.manifest, leaves(as_call(inputs))))
+        step.train = not runner.inference
         check(runner, model, inputs, several, loss_indices)
         if several and runner.inference and not getattr(args, "inference", False):
             samba_logger.warning(f"{path} was compiled with --inference: runs are forward only, the optimizer does nothing")
@@ -150,15 +144,18 @@ class SambaSession(DeviceTensors):
     ) -> list[SambaTensor]:
         """Runs the sections, all of them by default; returns the outputs in the order in which forward returns them, or those
         of `output_tensors`, in their order, where these are some of the traced ones."""
-        wanted = [o for o in _several(output_tensors) if isinstance(o, SambaTensor)]
-        runner = next((o._owner for o in wanted if o._owner is not None), None) or self._traced_runner()
+        wanted = list(tensors_in(output_tensors))
+        runner = self._graph_runner(graph_name) if graph_name is not None else None
+        if graph_name is not None and runner is None:
+            say_ignored("session.run with one graph", {"graph_name": graph_name})
+        runner = runner or next((o._owner for o in wanted if o._owner is not None), None) or self._traced_runner()
         unknown = [k for k in ignored if k not in _HARMLESS]
         if unknown:
             raise tilework.UserError("sambaflow-argument", f"session.run has no argument {unknown[0]!r}",
                                      fix=did_you_mean(unknown[0], _RUN_ARGUMENTS))  # fmt: skip
         say_ignored("session.run", ignored)
-        if distributed.get_world_size() > 1:  # an app may have brought the group up by itself
-            raise refused("data parallel over several ranks: gradients are not averaged yet")
+        if data_parallel or distributed.get_world_size() > 1:  # an app may have brought the group up by itself
+            distributed.require_one_rank(self.args, data_parallel)
         if section_ids is not None and section_types is None:
             section_types = self._section_types(section_ids)
         grads: list[Tensor | None] | None = None
@@ -173,8 +170,8 @@ class SambaSession(DeviceTensors):
             self.profiler.end_event(event)
         if len(wanted) == len(runner.traced) and all(a is b for a, b in zip(wanted, runner.traced, strict=True)):
             return results
-        places = [i for o in wanted for i, t in enumerate(runner.traced) if t is o]
-        return [results[i] for i in places] if places and len(places) == len(wanted) else results
+        places = [i for o in wanted or runner.returned for i, t in enumerate(runner.traced) if t is o]
+        return [results[i] for i in places] if places and len(places) == len(wanted or runner.returned) else results
 
     def _section_types(self, ids: Sequence[int]) -> list[str]:
         """Sections by number: in the order in which they run."""
@@ -200,6 +197,7 @@ class SambaSession(DeviceTensors):
         self.runner, self.model, self._inputs = None, None, ()
         self._compiled.clear()
         self._aux.clear()
+        self._forget_graphs()
 
     def set_seed(self, seed: int) -> None:
         self.seed = seed = int(os.environ.get("SAMBA_SEED", seed))
@@ -235,13 +233,10 @@ class SambaSession(DeviceTensors):
 
     _context_directives: Any = None
 
-    def add_graph(self, *_: Any, **__: Any) -> None:
-        raise refused("several graphs in one PEF (add_graph, compile_multigraph)")
+    def create_dynamic_dim(self, *_: Any, **__: Any) -> None:
+        raise refused("dynamic dimensions (create_dynamic_dim): compile a graph for each size (--batch-sizes, FwdGraph)")
 
-    compile_multigraph = add_graph
-    init_multigraph_runtime = add_graph
-    create_dynamic_dim = add_graph
-    load_dynamic_dims_config = add_graph
+    load_dynamic_dims_config = create_dynamic_dim
     dynamic_dims: Any = ()
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .lenient import taken
+
 
 @dataclass(frozen=True)
 class DimInfo:
@@ -129,7 +131,7 @@ class SambaTensor(_OnDevice, Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
+            result = taken(func, args, kwargs or {})
         if func in _UNWRAPPED:
             return result
         if type(result) is Tensor:
@@ -183,6 +185,10 @@ class SambaParameter(_OnDevice, nn.Parameter):
     def __init__(self, *_: Any, **__: Any) -> None:
         """All is done in __new__."""
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        state = {k: v for k, v in self.__dict__.items() if not k.startswith("_")}
+        return _rebuilt_parameter, (self.data, self.requires_grad, state)
+
 
 def _share(tensor: Tensor) -> SambaTensor:
     """A SambaTensor over the same memory. A leaf stays a leaf; the result of an operation keeps its history."""
@@ -201,6 +207,12 @@ def _take_names(source: _OnDevice, target: _OnDevice) -> None:
 
 def _rebuilt(data: Tensor, requires_grad: bool, state: dict[str, Any]) -> SambaTensor:
     made = _share(data.requires_grad_(requires_grad) if data.is_floating_point() else data)
+    made.__dict__.update(state)
+    return made
+
+
+def _rebuilt_parameter(data: Tensor, requires_grad: bool, state: dict[str, Any]) -> SambaParameter:
+    made = SambaParameter(data, requires_grad)
     made.__dict__.update(state)
     return made
 

@@ -14,7 +14,7 @@ from torch import nn
 import tilework
 
 from ...logging import samba_logger
-from ..refusals import refused, say_ignored
+from ..refusals import say_ignored
 from ..sambasession import session
 from ..sambatensor import SambaTensor, to_torch
 
@@ -47,8 +47,10 @@ def trace_graph(
     return session.trace(model, inputs, optim if optim is not None else optimizers, pef or None, transfer_device, loss_indices)
 
 
-def trace_multigraph(*_: Any, **__: Any) -> Any:
-    raise refused("several graphs in one PEF (trace_multigraph)")
+def trace_multigraph(model: nn.Module, inputs: Any, trace_prefix: str = "", **ignored: Any) -> Any:
+    """What the model returns for inputs of these shapes, in its own structure: for FwdGraph(inputs, outputs, name)."""
+    say_ignored("trace_multigraph", {k: v for k, v in ignored.items() if v not in (None, False)})
+    return session.trace_graph_of(model, inputs, trace_prefix)
 
 
 def compile(*args: Any, **kwargs: Any) -> str:
