@@ -19,7 +19,13 @@ FULL = os.environ.get("TILEWORK_FULL") == "1"
 SAMPLE = ["torch/ctc", "torch/fno-2d-complex-params", "torch/pinn-double-backward", "torch/vae-distributions",
           "torch/cholesky-gp", "torch/moe-loop-over-experts", "torch/old-weight_norm", "torch/optimizer-NAdam",
           "hf/gpt2"]  # fmt: skip
-QUICK = [name for name in CASES if name.startswith("torch/")] + ["hf/electra", "hf/mixtral", "hf/opt", "hf/clip"]
+QUICK = [name for name in CASES if name.startswith("torch/")] + [
+    "hf/electra",
+    "hf/mixtral",
+    "hf/opt",
+    "hf/clip",
+    "hf/wav2vec2-cls-without-masks",
+]
 
 
 @pytest.mark.parametrize("name", all_cases() if FULL else SAMPLE)

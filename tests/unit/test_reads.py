@@ -155,3 +155,19 @@ def test_attributes_that_forward_sets_anew_are_left_out_and_named(tmp_path: Path
     model.hidden = torch.zeros(3, 4)
     with pytest.raises(tilework.UserError, match="changes Python state"):
         session_of(model, tmp_path, x)
+
+
+class Selects(Net):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        labels = y.masked_select(y >= 0)
+        return F.cross_entropy(self.net(x[: len(labels)]), labels)
+
+
+def test_masked_select_of_integer_inputs_is_of_a_fixed_size(tmp_path: Path) -> None:
+    x, y = torch.randn(6, 6), torch.tensor([1, -1, 3, 2, -1, 0])
+    with pytest.warns(tilework.TileworkWarning, match="4 elements are chosen here"):
+        session = session_of(Selects(), tmp_path, x, y)
+    other = torch.tensor([-1, 3, 0, -1, 2, 1])
+    torch.testing.assert_close(session.run(x, other).loss, Selects()(x, other).detach())
+    with pytest.raises(tilework.UserError, match="4 elements are chosen here"):
+        session.run(x, y.clamp(min=0))
