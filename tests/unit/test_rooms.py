@@ -76,7 +76,7 @@ def test_the_engine_alone_has_no_vendor_word_in_its_distribution() -> None:
 
 
 FRONTENDS = sorted((ROOT / "frontends").glob("*/src/*"))
-FOR_FRONTENDS = {"errors", "zoo", "artifact", "tiles"}  # beside what `import tilework` gives
+FOR_FRONTENDS = {"errors", "zoo", "artifact", "tiles", "frontend", "parallel"}  # beside what `import tilework` gives
 
 
 @pytest.mark.parametrize("path", [f for room in FRONTENDS for f in sorted(room.rglob("*.py"))], ids=lambda p: p.stem)

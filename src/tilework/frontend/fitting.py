@@ -8,13 +8,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..artifact.graph import Graph
-from ..artifact.manifest import Manifest
+from ..artifact.manifest import Manifest, Signature
 from ..artifact.names import Buffer, Kind
 
 
-def misfits(manifest: Manifest, model: nn.Module, inputs: Sequence[Tensor], optimizers: Sequence[Any]) -> list[str]:
+def misfits(manifest: Manifest, s: Signature, model: nn.Module, inputs: Sequence[Tensor], optimizers: Sequence[Any]) -> list[str]:
     """Every difference, in words: what was found here, what was compiled."""
-    s, problems = manifest.signature, list[str]()
+    problems: list[str] = []
     own: dict[str, Tensor] = {Buffer.of(Kind.PARAM, k): p for k, p in model.named_parameters()}
     own |= {Buffer.of(Kind.BUFFER, k): b for k, b in model.named_buffers()}
     for name, t in own.items():

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..artifact.manifest import Argument, Signature
-from ..artifact.names import Kind
+from ..artifact.names import SUMMED, Kind
 from .arguments import flat_inputs
 from .calls import Calls
 from .results import OutputPlan, Result
@@ -51,7 +51,7 @@ class Parts:
             yield tuple(chunk(t, i, s, argument) for t, argument in zip(self.inputs, s.inputs, strict=True))
 
     def add_gradients(self) -> None:
-        for name, grad in self._memory.read_all(Kind.GRAD).items():
+        for name, grad in self._memory.read_all(*SUMMED).items():
             self._totals[name] = grad if name not in self._totals else self._totals[name] + grad
 
     def put_gradients(self) -> None:

@@ -78,6 +78,7 @@ class Session:
         self._has_weights = not self.manifest.parameters
         self._followed: list[torch.optim.Optimizer] = []
         self._but: frozenset[str] = frozenset()  # hyperparameters that do not follow
+        self._seen: dict[str, float] = {}  # what the followed optimizers said last
         self._sets_hyper = self._advised = False
         # Buffers and the slot of the page are the session's own: one call at a time, whichever thread it comes from.
         self._lock = threading.RLock()
@@ -141,9 +142,15 @@ class Session:
     def follow(self, *optimizers: torch.optim.Optimizer, but: Iterable[str] = ()) -> None:
         """Take hyperparameters from these host optimizers before each call: torch's LR schedulers then work as they are. Those
         that `but` names stay as they were set."""
-        self._followed, self._but = list(optimizers), frozenset(but)
+        self._followed, self._but, self._seen = list(optimizers), frozenset(but), {}
         for optimizer in optimizers:  # the scheduler's check that optimizer.step() comes first: our steps count
             optimizer._opt_called = True  # type: ignore[attr-defined]
+
+    def _follow_now(self) -> None:
+        now = sync.hyper_of(self.manifest, self._followed)
+        if now != self._seen:
+            self._seen = now
+            self._set({k: v for k, v in now.items() if k.rsplit(".", 1)[-1] not in self._but})
 
     # ---- replicas ----
 
@@ -185,7 +192,9 @@ class Session:
             inputs = by_name(self.manifest.signature, inputs, named)
         with self._lock:
             calls = self._first if self._only and signature is None else self._calls_for(inputs, num_steps, signature)
-            if sections is None and out_grads is None and hyper is None and not keep_gradients and not self._followed:
+            if self._followed:
+                self._follow_now()
+            if sections is None and out_grads is None and hyper is None and not keep_gradients:
                 prepared = calls.ready.get((num_steps, outputs)) if type(outputs) is str else None
                 if prepared is not None:  # the same as last time: nothing to work out
                     return self._running.fused(calls, prepared, inputs, num_steps, ())
@@ -225,9 +234,6 @@ class Session:
         self._need_weights()
         if not isinstance(num_steps, int) or num_steps < 1:
             raise UserError("run-loop", "num_steps", found=repr(num_steps), expected="a whole number, 1 or more")
-        if self._followed:
-            now = sync.hyper_of(self.manifest, self._followed)
-            self._set({k: v for k, v in now.items() if k.rsplit(".", 1)[-1] not in self._but})
         single = {k: v for k, v in hyper.items() if isinstance(v, (int, float)) or not hasattr(v, "__len__")}
         many = resolve(self.manifest, {k: v for k, v in hyper.items() if k not in single}, num_steps)
         self._set(single)

@@ -6,7 +6,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-HERE, IGNORED, REFUSED = "here", "accepted, no effect", "refused"
+from tilework.frontend.surface import HERE, IGNORED, REFUSED, code, names_table, variables_table
+from tilework.frontend.surface import table as markdown
 
 _S, _U = "sambaflow.samba", "sambaflow.samba.utils"
 # (where, names, status, what to know)
@@ -100,7 +101,7 @@ def find(where: str, name: str) -> Any:
 
 def table() -> str:
     """All three tables: names, flags, environment variables."""
-    return f"{_names()}\n\n### Flags\n{_flags()}\n\n### Environment variables\n{_variables()}"
+    return f"{names_table(ROWS)}\n\n### Flags\n{_flags()}\n\n### Environment variables\n{variables_table(VARIABLES)}"
 
 
 def _flags() -> str:
@@ -110,22 +111,8 @@ def _flags() -> str:
     for command in COMMANDS:
         for spelled, default, meaning in flags_of(command):
             found.setdefault(spelled, [[], default, meaning])[0].append(command)
-    lines = ["| flag | commands | default | meaning |", "|---|---|---|---|"]
+    rows = []
     for spelled, (commands, default, meaning) in found.items():
         where = "all" if len(commands) == len(COMMANDS) else ", ".join(commands)
-        lines.append(f"| `{spelled}` | {where} | {'' if default in (None, False) else default} | {meaning} |")
-    return "\n".join(lines)
-
-
-def _variables() -> str:
-    lines = ["| variable | here? | note |", "|---|---|---|"]
-    lines += [f"| {', '.join(f'`{n}`' for n in names.split(', '))} | {status} | {note} |" for names, status, note in VARIABLES]
-    return "\n".join(lines)
-
-
-def _names() -> str:
-    lines = ["| where | names | here? | note |", "|---|---|---|---|"]
-    lines += [
-        f"| `{where}` | {', '.join(f'`{n}`' for n in names.split())} | {status} | {note} |" for where, names, status, note in ROWS
-    ]
-    return "\n".join(lines)
+        rows.append((code([spelled]), where, "" if default in (None, False) else default, meaning))
+    return markdown(("flag", "commands", "default", "meaning"), rows)

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import os
 import socket
 
 import torch.distributed as dist
 
+from tilework.parallel.environment import launched
+
 from ..logging import samba_logger
 from .refusals import refused
-
-_RANK = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
-_SIZE = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
-_LOCAL = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
-
-
-def _number(names: tuple[str, ...], default: int) -> int:
-    return next((int(os.environ[n]) for n in names if os.environ.get(n, "").isdigit()), default)
 
 
 def replicas_asked(args: argparse.Namespace) -> int:
@@ -31,19 +24,18 @@ def replicas_asked(args: argparse.Namespace) -> int:
 
 def require_one_rank(args: argparse.Namespace, data_parallel: bool = False) -> None:
     """Before anything runs: several ranks would each train a model of their own, without a word."""
-    asked, launched = int(getattr(args, "world_size", None) or 1), max(_number(_SIZE, 1), get_world_size())
+    asked, started = int(getattr(args, "world_size", None) or 1), max(launched().size, get_world_size())
     together = data_parallel or bool(getattr(args, "data_parallel", False)) or get_world_size() > 1
-    if asked > 1 or (launched > 1 and together):
-        raise refused(f"data parallel over {max(asked, launched)} ranks: gradients are not averaged yet. Run it with one rank, "
+    if asked > 1 or (started > 1 and together):
+        raise refused(f"data parallel over {max(asked, started)} ranks: gradients are not averaged yet. Run it with one rank, "
                       "and without -ws")  # fmt: skip
 
 
 def start(args: argparse.Namespace) -> None:
     if dist.is_initialized() or not dist.is_available():
         return
-    size = _number(_SIZE, 1)
-    args.local_rank = _number(_LOCAL, _number(_RANK, 0))
-    if size == 1:
+    args.local_rank = launched().local_rank
+    if launched().size == 1:
         store = dist.TCPStore("127.0.0.1", _free_port(), 1, True)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         return

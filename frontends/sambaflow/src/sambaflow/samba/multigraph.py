@@ -13,8 +13,9 @@ from torch import nn
 
 import tilework
 from tilework.errors import did_you_mean
+from tilework.frontend import failures
 
-from . import distributed, failures
+from . import distributed
 from .affinity import tiles_asked
 from .compiling import leaves, make_step, write_pef
 from .devicetensors import DeviceTensors

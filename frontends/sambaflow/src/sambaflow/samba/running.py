@@ -45,8 +45,6 @@ class Runner:
         self.manifest = m = self.core.manifest
         self.signature = core.calls_of(signature).signature if signature else m.signature
         self._which = self.signature.name if len(m.signatures) > 1 else None
-        for optimizer in self.optimizers:  # a scheduler checks that steps were made: they are, on the device
-            optimizer._opt_called = True
         self.inference = bool(m.metadata.get(METADATA, {}).get("inference", False))
         self.traced: tuple[SambaTensor, ...] = ()  # what trace_graph returned
         self.returned: Sequence[SambaTensor] = ()  # by a run, where these are not all
@@ -59,12 +57,11 @@ class Runner:
         self._dtypes = [getattr(torch, a.type.dtype) for a in self.signature.inputs]
         self._rows = self.signature.num_rows  # of one run: the batch times its micro-batches
         self._given: dict[str, float] = {}  # by hyperparam_dict, until it says something else
-        self._set: dict[str, Any] = {}
+        self._set: dict[str, float] = {}  # what of it the session has
         self._others: dict[int, Runner] = {}  # for batches of other sizes
         self._bare = {k.split("#")[0].rsplit(".", 1)[-1] for k in m.hyperparameters}
         self._steps_forward = 1  # mini-batches of the last forward
         self.in_sync()
-        self._parts: tuple[list[Tensor], tuple[int, int, int], dict[str, Tensor]] | None = None  # see _forward_in_parts
 
     def in_sync(self) -> None:
         """Host and device have just been made equal."""
@@ -112,8 +109,6 @@ class Runner:
             raise tilework.UserError("sambaflow-spatial", "several mini-batches in one run need all sections together",
                                      found=f"{steps} mini-batches, sections {', '.join(sorted(sections))}",
                                      fix="give one mini-batch, or leave out section_types and gradients of outputs")  # fmt: skip
-        if self.signature.num_micro_batches > 1:
-            return self._in_parts(given, sections, out_grads)
         order = [s for s in ("fwd", "bwd", "opt") if s in sections]
         result = self.core.run(
             *(given if "fwd" in sections else ()),
@@ -198,20 +193,18 @@ class Runner:
                                      fix="compile it without --inference, with an optimizer")  # fmt: skip
         return found
 
-    # ---- forward alone, and micro-batches section by section ----
+    # ---- forward alone ----
 
     def _forward(self, given: list[Tensor], steps: int, in_eval: bool) -> list[Tensor]:
-        """Forward alone, batch by batch where several were given: as in eval mode, or as in training."""
-        count, dim = steps * self.signature.num_micro_batches, self.signature.batch_dim or 0
-        if in_eval:
-            outputs = list(flatten(self.core.infer(*given, num_batches=count, signature=self._which))[0])
-        elif count == 1:
-            outputs = self.core.run(*given, sections=["fwd"], signature=self._which).flat
-        else:
-            self._parts = given, self.core.random_state(), {}
-            parts = [self.core.run(*batch, sections=["fwd"], signature=self._which).flat for batch in self._chunks(given, count)]
-            self._parts = given, self._parts[1], self._statistics()
-            outputs = [torch.stack(p) if p[0].dim() == 0 else torch.cat(p, dim) for p in zip(*parts, strict=True)]
+        """Batch by batch where several were given: as in eval mode, or as in training."""
+        s, dim = self.signature, self.signature.batch_dim or 0
+        if not in_eval:
+            each = [self.core.run(*batch, sections=["fwd"], signature=self._which).flat for batch in self._chunks(given, steps)]
+            if steps == 1:
+                return each[0]
+            return [torch.stack(p) if p[0].dim() == 0 else torch.cat(p, dim) for p in zip(*each, strict=True)]
+        count = steps * s.num_micro_batches
+        outputs = list(flatten(self.core.infer(*given, num_batches=count, signature=self._which))[0])
         return [self._a_step(o, steps) if count > steps and o.shape == (count,) and o.is_floating_point() else o for o in outputs]
 
     def _a_step(self, losses: Tensor, steps: int) -> Tensor:
@@ -220,46 +213,11 @@ class Runner:
         one = each.sum(1) if self.signature.accumulate == "sum" else each.mean(1)
         return one if steps > 1 else one[0]
 
-    def _chunks(self, given: Sequence[Tensor], count: int) -> Any:
-        dim, shapes = self.signature.batch_dim or 0, [list(a.type.shape) for a in self.signature.inputs]
-        each = [[g] * count if list(g.shape) == s else g.chunk(count, dim) for g, s in zip(given, shapes, strict=True)]
+    def _chunks(self, given: Sequence[Tensor], steps: int) -> Any:
+        dim = self.signature.batch_dim or 0
+        batched = [len(a.type.shape) > dim and steps > 1 for a in self.signature.inputs]
+        each = [g.chunk(steps, dim) if b else [g] * steps for g, b in zip(given, batched, strict=True)]
         return zip(*each, strict=True)
-
-    def _statistics(self) -> dict[str, Tensor]:
-        return self.core.memory.read_all(Kind.BUFFER)
-
-    def _in_parts(self, given: list[Tensor], sections: set[str], out_grads: Gradients) -> list[SambaTensor]:
-        """Micro-batches with sections of their own, or with given gradients: forward and backward of each part, gradients added
-        up as the fused step does. Where forward has run before, it is repeated with the same random numbers, and running
-        statistics (of BatchNorm, say) stay as that forward left them."""
-        micro, dim = self.signature.num_micro_batches, self.signature.batch_dim or 0
-        if "fwd" in sections:
-            self._keep(self._forward(given, 1, in_eval=False))
-        if "bwd" in sections:
-            if self._parts is None:
-                raise tilework.UserError("run-order", "bckwd needs a fwd before it", fix="run the section fwd first")
-            given, random, statistics = self._parts
-            after = self.core.random_state()
-            self.core.seed(*random)
-            mean = self.signature.accumulate == "mean"
-            totals: dict[str, Tensor] = {}
-            for i, batch in enumerate(self._chunks(given, micro)):
-                part = None
-                if out_grads:
-                    part = [None if g is None else (g / micro if mean else g) if g.dim() == 0 else g.chunk(micro, dim)[i]
-                            for g in out_grads]  # fmt: skip
-                self.core.run(*batch, sections=["fwd", "bwd"], out_grads=self._by_output(part), signature=self._which)
-                for k, grad in self.core.memory.read_all(Kind.GRAD).items():
-                    totals[k] = grad if k not in totals else totals[k] + grad
-            for k, total in totals.items():
-                self.core.memory.write(k, total / micro if mean and not out_grads else total)
-            for k, kept in statistics.items():
-                self.core.memory.write(k, kept)
-            self.core.seed(*after)
-        if "opt" in sections:
-            self.core.run(sections=["opt"], signature=self._which)
-            self._parts = None
-        return self.outputs
 
     def _keep(self, raw: Sequence[Tensor]) -> list[SambaTensor]:
         self.outputs = made = [t.as_subclass(SambaTensor) for t in raw]
@@ -278,15 +236,11 @@ class Runner:
                 raise tilework.UserError("sambaflow-hyperparameter", f"no hyperparameter {unknown[0]!r}", found=", ".join(given),
                                          expected=", ".join(HYPER))  # fmt: skip
             self._given |= {k: _number(k, v) for k, v in given.items() if k in self._bare}
-        now = dict(self._given)
-        for i, optimizer in enumerate(self.optimizers):
-            for j, group in enumerate(optimizer.param_groups):
-                for key in ("lr", "momentum", "weight_decay"):
-                    if key in group and key not in self._given and f"opt{i}.g{j}.{key}" in self.manifest.hyperparameters:
-                        now[f"opt{i}.g{j}.{key}"] = float(group[key])
-        if now != self._set:
-            self.core.set(now)
-            self._set = now
+        if self._given != self._set:
+            self.core.set(self._given)
+            self._set = dict(self._given)
+        if self.manifest.groups and self.optimizers:
+            self.core.follow(*self.optimizers, but=self._given)
 
     # ---- other batch sizes ----
 
@@ -300,17 +254,16 @@ class Runner:
         return self._others[rows]
 
     def _resized(self, rows: int, given: list[Tensor]) -> Runner:
-        """A batch of another size (the last of an epoch, say): the same step, captured once for that size and replayed by
-        PyTorch."""
+        """A batch of another size (the last of an epoch, say): the same step, compiled once for that size."""
         if self.step is None:
             self.core.run(*given)  # raises, with every mismatch
         if rows not in self._others:
-            logging.samba_logger.warning(f"a batch of {rows} instead of {self._rows} rows: the step is captured once more for "
-                                         "that size and runs on the reference device, which is slower. compile --batch-sizes "
-                                         f"{self._rows},{rows} makes a PEF for both", log_limit=1)  # fmt: skip
+            logging.samba_logger.warning(f"a batch of {rows} instead of {self._rows} rows: the step is compiled once more, for "
+                                         f"that size. compile --batch-sizes {self._rows},{rows} makes a PEF for both",
+                                         log_limit=1)  # fmt: skip
             step = _with_examples(self.step, given)
             with tempfile.TemporaryDirectory() as folder:
-                made = compile_to(step, Path(folder) / "other.pef", device="reference")
+                made = compile_to(step, Path(folder) / "other.pef", device=self.manifest.fingerprint.device)
                 core = tilework.load(made.path)
                 self._others[rows] = Runner(made.path, self.model, self.optimizers, None, 1, core)
         return self._others[rows]

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tilework
+from tilework.frontend.ahead import ahead
 
 from .sambatensor import SambaTensor, from_torch_tensor, to_torch
-
-_END = object()
 
 
 class SambaLoader:
@@ -61,41 +58,8 @@ class SambaLoader:
         return [from_torch_tensor(to_torch(t), name=n, batch_dim=0) for t, n in zip(tensors, self.names, strict=True)]
 
     def _batches(self) -> Iterator[Any]:
-        ready: queue.Queue[Any] = queue.Queue(self.maxsize)
-        stop = threading.Event()
+        def made(batch: Any) -> Any:
+            named = self._named(batch)
+            return (named, batch) if self.return_original_batch else named
 
-        def put(item: Any) -> bool:
-            while not stop.is_set():
-                try:
-                    ready.put(item, timeout=0.1)
-                    return True
-                except queue.Full:
-                    continue
-            return False
-
-        def load() -> None:
-            try:
-                for batch in self.dataloader:
-                    made = self._named(batch)
-                    if not put((made, batch) if self.return_original_batch else made):
-                        return
-                put(_END)
-            except BaseException as e:
-                put(_END if self.ignore_dataloader_exception else e)
-
-        thread = threading.Thread(target=load, daemon=True, name="SambaLoader")
-        thread.start()
-        try:
-            while True:
-                try:
-                    item = ready.get(timeout=self.timeout)
-                except queue.Empty:
-                    raise TimeoutError(f"SambaLoader: no batch within {self.timeout} s") from None
-                if item is _END:
-                    return
-                if isinstance(item, BaseException):
-                    raise item
-                yield item
-        finally:
-            stop.set()
-            thread.join(timeout=5)
+        return ahead(self.dataloader, made, self.maxsize, timeout=self.timeout, ends_on_error=self.ignore_dataloader_exception)

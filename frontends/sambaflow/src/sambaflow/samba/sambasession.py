@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 import tilework
 from tilework.errors import did_you_mean
+from tilework.frontend import failures
 
 from ..logging import samba_logger
-from . import distributed, failures
+from . import distributed
 from .affinity import tiles_asked
 from .compiling import as_call, compile_to, leaves, make_step, write_pef
 from .graph import tensors_in

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ..utils.argparser import _Parser, _vendor_flags
+from tilework.frontend.arguments import Parser
+
+from ..utils.argparser import _vendor_flags
 
 
 class CommonArgs(argparse.Namespace):
@@ -14,7 +16,7 @@ class CommonArgs(argparse.Namespace):
     command = "run"
 
     def __init__(self, **given: Any) -> None:
-        parser = _Parser(add_help=False)
+        parser = Parser(add_help=False)
         _vendor_flags(parser, self.command, False)
         for action in parser._actions:
             action.required = False

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import tilework
+from tilework.frontend import failures
+from tilework.frontend.arguments import Ignored, Parser, prefer_the_programs
 
 from ... import logging
-from .. import distributed, failures
+from .. import distributed
 from ..sambasession import session
 
 COMMANDS = {
@@ -33,23 +35,8 @@ IGNORED_LISTS = ("--resources-scaling-factors", "--o1-experimental-opts")
 Add = Callable[[argparse.ArgumentParser], Any]
 
 
-class _Parser(argparse.ArgumentParser):
-    """Errors in the house's form, exit code 2."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{"conflict_handler": "resolve", "allow_abbrev": False, **kwargs})
-
-    def error(self, message: str) -> Any:
-        self.print_usage(sys.stderr)
-        self.exit(2, f"{self.prog}: {message}\n  fix:      {self.prog} --help lists the flags\n")
-
-
-class _Ignored(argparse.Action):
-    """Takes its value, says once that it does nothing here."""
-
-    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
-        logging.samba_logger.info(f"{option} has no meaning here and is ignored", log_limit=1)
-        setattr(namespace, self.dest, True if self.nargs == 0 else values)
+def _say(text: str) -> None:
+    logging.samba_logger.info(text, log_limit=1)
 
 
 def parse_app_args(
@@ -64,8 +51,8 @@ def parse_app_args(
     """The app's arguments. Under --data-parallel the process group is up when this returns."""
     failures.install()
     words = list(sys.argv[1:] if argv is None else argv)
-    parser = _Parser(description="Compile and run a model.", epilog="Each command has its own --help.")
-    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser, metavar="COMMAND")
+    parser = Parser(description="Compile and run a model.", epilog="Each command has its own --help.")
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser, metavar="COMMAND")
     own = {"compile": compile_parser_fn, "run": run_parser_fn, "test": test_parser_fn,
            "measure-performance": more.get("measure_performance_parser_fn") or run_parser_fn,
            "measure-sections": run_parser_fn}  # fmt: skip
@@ -76,7 +63,7 @@ def parse_app_args(
         for add in (common_parser_fn, own[command]):
             if add is not None:
                 add(sub)
-        _prefer_the_apps(sub, vendors)
+        prefer_the_programs(sub, vendors)
     args = parser.parse_args(words)
     failures.debug = bool(getattr(args, "debug", False))
     logging.set_level(getattr(args, "log_level", None))
@@ -84,17 +71,6 @@ def parse_app_args(
     if getattr(args, "data_parallel", False):
         distributed.start(args)
     return args
-
-
-def _prefer_the_apps(parser: argparse.ArgumentParser, vendors: Sequence[argparse.Action]) -> None:
-    """An app that defines only one spelling of a flag again (--batch-size, but not -b) means both: its default, type and
-    whether it is required hold for what is left of ours."""
-    own = {a.dest: a for a in parser._actions if a not in vendors and a.option_strings}
-    for left in [a for a in parser._actions if a in vendors and a.dest in own]:
-        app = own[left.dest]
-        left.default, left.type, left.choices, left.required = app.default, app.type, app.choices, False
-        if app.required:
-            app.required = not left.option_strings
 
 
 def _vendor_flags(p: argparse.ArgumentParser, command: str, dev_mode: bool) -> None:
@@ -137,11 +113,11 @@ def _vendor_flags(p: argparse.ArgumentParser, command: str, dev_mode: bool) -> N
     p.add_argument("--mock-inference", action="store_true", help=argparse.SUPPRESS)
     shown = None if dev_mode or "--debug" in sys.argv else argparse.SUPPRESS
     for flag in IGNORED_SWITCHES:
-        p.add_argument(flag, nargs=0, action=_Ignored, default=False, help=shown or "ignored")
+        p.add_argument(flag, nargs=0, action=Ignored, say=_say, default=False, help=shown or "ignored")
     for flag in IGNORED_VALUES:
-        p.add_argument(flag, nargs="?", action=_Ignored, default=None, help=argparse.SUPPRESS)
+        p.add_argument(flag, nargs="?", action=Ignored, say=_say, default=None, help=argparse.SUPPRESS)
     for flag in IGNORED_LISTS:
-        p.add_argument(flag, nargs="*", action=_Ignored, default=None, help=argparse.SUPPRESS)
+        p.add_argument(flag, nargs="*", action=Ignored, say=_say, default=None, help=argparse.SUPPRESS)
 
 
 def _sizes(text: str) -> list[int]:
@@ -150,14 +126,14 @@ def _sizes(text: str) -> list[int]:
 
 def flags_of(command: str) -> list[tuple[str, Any, str]]:
     """(spelled, default, meaning) of every flag that a command has before the app adds its own."""
-    parser = _Parser(add_help=False)
+    parser = Parser(add_help=False)
     _vendor_flags(parser, command, dev_mode=True)
     hidden = {"--local-rank": "set by launchers", "--visualize": "read by apps", "--dump-accuracy-debug-info": "read by apps",
               "--listen-for-input": "read by apps", "--mock-inference": "read by apps"}  # fmt: skip
     found = []
     for action in parser._actions:
         spelled, meaning = ", ".join(action.option_strings), str(action.help)
-        if isinstance(action, _Ignored):
+        if isinstance(action, Ignored):
             meaning = "accepted, no effect"
         elif action.help is argparse.SUPPRESS:
             meaning = hidden[action.option_strings[-1]]

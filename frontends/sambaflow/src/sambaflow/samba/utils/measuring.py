@@ -8,34 +8,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tilework.frontend.measuring import in_one_call, repeat
+
 from .. import distributed
 from ..compiling import leaves
 from ..sambasession import session
-
-
-def _repeat(once: Callable[[], Any], iterations: int, min_duration: float) -> tuple[float, int]:
-    """(seconds, how many): at least `iterations` calls and at least `min_duration` seconds."""
-    count, begin = 0, time.perf_counter()
-    while True:
-        for _ in range(max(1, iterations)):
-            once()
-        count += max(1, iterations)
-        took = time.perf_counter() - begin
-        if took >= min_duration:
-            return took, count
 
 
 def _once(runner: Any, given: list[Any], forward_only: bool, steps: int) -> Callable[[], Any]:
     if forward_only:
         return lambda: runner.core.infer(*given)
     return lambda: runner.core.run(*given, num_steps=steps)
-
-
-def _can_repeat(runner: Any, iterations: int) -> bool:
-    """All iterations' inputs side by side, where that is no more than 256 MB."""
-    s = runner.signature
-    size = sum(a.type.type().num_bytes for a in s.inputs) * s.num_micro_batches
-    return s.batch_dim == 0 and bool(s.losses) and size * iterations <= 256e6
 
 
 def measure_performance(
@@ -66,19 +49,19 @@ def measure_performance(
         given = [g.repeat(steps, *[1] * (g.dim() - 1)) for g in given]
     workers = world_size or distributed.get_world_size()
     once = _once(runner, given, forward_only, steps)
-    in_one_call = n_iterations if run_graph_only and not forward_only and steps == 1 and _can_repeat(runner, n_iterations) else 1
+    graph_only = run_graph_only and not forward_only and steps == 1
+    together = in_one_call(runner.core, given, n_iterations) if graph_only else None
     print(f"Measuring peformance with world size:  {workers}")
     print("initial run starts.", flush=True)
     begin = time.perf_counter()
     for _i in range(min(10, n_iterations)):
         once()
     print("initial run completes.", flush=True)
-    if in_one_call > 1:  # the device alone: all iterations in one native call
-        many = [g.repeat(in_one_call, *[1] * (g.dim() - 1)) for g in given]
-        took, count = _repeat(lambda: runner.core.run(*many, num_steps=in_one_call, outputs="loss"), 1, min_duration)
-        count *= in_one_call
+    if together is not None:  # the device alone
+        took, count = repeat(together, 1, min_duration)
+        count *= n_iterations
     else:
-        took, count = _repeat(once, n_iterations, min_duration)
+        took, count = repeat(once, n_iterations, min_duration)
     latency = took / count
     throughput = workers * batch_size * steps / latency
     print(f"e2e_latency: {latency:.9f} seconds, throughput: {throughput:.3f} samples/s, measured over {count} iterations.")
