@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 import tilework
+from tilework.artifact.random import next_seed
 from tilework.artifact.structure import flatten, unflatten
-from tilework.random import next_seed, seeded
+from tilework.capture.seeded import seeded
 from tilework.reach import hidden_parameters
 
 FIRST_STEP = 1e-5  # relative: loss, gradients and updated parameters after one step in float32

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward
 
 import tilework
+from tilework.artifact.random import next_seed
 from tilework.artifact.structure import flatten, flatten_outputs, unflatten
+from tilework.capture.seeded import seeded
 from tilework.errors import TileworkError
-from tilework.random import next_seed, seeded
 
 SEED, STEPS = 5, 5
 LOSS, UPDATE = 1e-4, 0.02  # how far a loss may be off, and a parameter, as a part of the largest update of all

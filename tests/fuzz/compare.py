@@ -17,9 +17,10 @@ from torch import Tensor
 from writer import WORDS
 
 import tilework
+from tilework.artifact.random import next_seed
 from tilework.artifact.structure import flatten, unflatten
+from tilework.capture.seeded import seeded
 from tilework.errors import UserError
-from tilework.random import next_seed, seeded
 
 SEED, STEPS = 5, 3
 CLOSE = 2e-5  # relative to the largest element

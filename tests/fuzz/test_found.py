@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import tilework
-from tilework.random import next_seed, seeded
+from tilework.artifact.random import next_seed
+from tilework.capture.seeded import seeded
 
 N, B, SEED = 8, 4, 5
 

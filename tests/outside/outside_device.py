@@ -14,9 +14,9 @@ from torch import Tensor
 
 from tilework.artifact.fingerprint import Part
 from tilework.artifact.graph import DTYPES, Graph, Ref, TensorType
+from tilework.artifact.random import next_seed
 from tilework.artifact.reader import Artifact
 from tilework.errors import UserError
-from tilework.random import next_seed
 from tilework.runtime.devices import Call, Needs, NotANumber, inference_base
 from tilework.runtime.devices.reference import operator_named
 

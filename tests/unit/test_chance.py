@@ -14,8 +14,9 @@ from torch.autograd.graph import _engine_run_backward
 from torch.utils.checkpoint import checkpoint
 
 import tilework
+from tilework.artifact.random import next_seed
 from tilework.capture.reached import ALWAYS, all_of, any_of, holds
-from tilework.random import next_seed, seeded
+from tilework.capture.seeded import seeded
 
 SEED, STEPS, WIDTH = 3, 8, 6
 Optimizer = Callable[[Any], torch.optim.Optimizer]

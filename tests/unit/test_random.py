@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tilework.random import bits, keep_mask, next_seed, normal, seeded, uniform
+from tilework.artifact.random import bits, keep_mask, next_seed, normal, uniform
+from tilework.capture.seeded import seeded
 
 N = 200_000
 

@@ -19,7 +19,6 @@ from ..artifact.names import Buffer, Hyper, Kind, hyper_kind, is_kind
 from ..artifact.structure import Structure, flatten, flatten_outputs, names, unflatten
 from ..errors import UserError
 from ..hosts import steps_made
-from ..random import seeded
 from ..step import Step
 from .chance import Gate
 from .examples import settled
@@ -32,6 +31,7 @@ from .probe import Probe, evaluate, preserved, refuse, run_probe
 from .reached import as_tensor
 from .reads import Answers, Read
 from .rewrites import captured
+from .seeded import seeded
 from .trace import gradients, keep_backward_sources, to_graph, trace
 from .watch import Findings, WatchFunctions, WatchOperators
 

@@ -18,9 +18,9 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from ..artifact.manifest import Skip
 from ..errors import UserError
-from ..random import SeededRandom, current_site
 from .reached import holds, reached
 from .reads import Draw
+from .seeded import SeededRandom, current_site
 
 Line = tuple[str, int]
 Lines = Sequence[Line | None]

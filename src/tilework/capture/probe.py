@@ -19,7 +19,6 @@ from torch import Tensor, UntypedStorage, nn
 
 from ..artifact.structure import Structure, flatten, flatten_outputs, names
 from ..errors import Place, TileworkError, TileworkWarning, UserError
-from ..random import DropoutSite, seeded
 from ..reach import hidden_parameters
 from ..step import Step
 from .chance import Chance, Gate, settle
@@ -27,6 +26,7 @@ from .masked import Masked, NotMasked
 from .reached import ALWAYS, Formula, reached
 from .reads import Read, storage_of
 from .rewrites import captured
+from .seeded import DropoutSite, seeded
 from .snapshot import Change, Snapshot
 from .source import line_text, short, user_line_of_exception
 from .trace import gradients

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..artifact.manifest import Check
 from ..errors import BugError
-from ..random import RANDOM_OPERATORS, current_site
+from .seeded import RANDOM_OPERATORS, current_site
 from .source import short, user_frame
 
 aten = torch.ops.aten

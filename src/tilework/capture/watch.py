@@ -23,9 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..artifact.manifest import Check
 from ..errors import Place
-from ..random import RANDOM_OPERATORS
 from .chance import Gate
 from .reads import READS, Origins, Read, check_of, has_dynamic_shape, reading_frame, selecting, storage_of
+from .seeded import RANDOM_OPERATORS
 from .source import is_user_file, line_text, short, user_frame
 
 aten = torch.ops.aten

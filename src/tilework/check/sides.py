@@ -17,10 +17,11 @@ from torch.autograd.graph import _engine_run_backward
 
 from ..artifact.manifest import Manifest, Signature
 from ..artifact.names import Buffer, Hyper, Kind, hyper_kind, is_kind
+from ..artifact.random import next_seed
 from ..artifact.structure import flatten, flatten_outputs, names, unflatten
+from ..capture.seeded import seeded
 from ..capture.snapshot import Snapshot
 from ..errors import MachineError
-from ..random import next_seed, seeded
 from ..runtime.calls import Calls
 from ..runtime.devices import inference_base
 from ..runtime.session import Session

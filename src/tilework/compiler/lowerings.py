@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from .. import operators
-from ..random import mix_bits
+from ..artifact import operators
+from ..artifact.random import mix_bits
 
 
 class _Value:

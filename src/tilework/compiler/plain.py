@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from .. import operators, random
+from ..artifact import operators, random
 from ..artifact.graph import DTYPES, RESHAPES, Graph, Node, Ref, TensorType, name_of
 
 _DEFINITIONS = {

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .. import operators  # noqa: F401  (defines our own operators)
+from ..artifact import operators  # noqa: F401  (defines our own operators)
 from ..artifact.graph import Node
 
 # Without a mark in their schema, yet a backend may make them views of their first argument.

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from .. import operators  # noqa: F401  (defines our own operators)
+from ..artifact import operators  # noqa: F401  (defines our own operators)
 from ..artifact.graph import DTYPES, Graph, Node, Ref, TensorType, name_of
 from ..errors import BugError
 from .aliases import shares_with

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ... import operators, random
+from ...artifact import operators, random
 from ...artifact.graph import Graph
 from ...errors import BugError, MachineError, TileworkWarning
 from ...plan import aliases

@@ -10,9 +10,9 @@ from typing import ClassVar, Literal, Protocol
 import torch
 
 from ...artifact.fingerprint import Part
+from ...artifact.random import next_seed
 from ...artifact.reader import Artifact
 from ...found import module_of
-from ...random import next_seed
 from ...tiles.page import EXEC, Slot
 
 # A slice for each micro-batch; one slice, taken once for all of them; or one that is taken again for each, because a program

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from ... import operators  # noqa: F401  (defines our own operators)
+from ...artifact import operators  # noqa: F401  (defines our own operators)
 from ...artifact.fingerprint import Part
 from ...artifact.graph import RESHAPES, Graph, Ref
+from ...artifact.random import next_seed
 from ...artifact.reader import Artifact
 from ...errors import MachineError, UserError
-from ...random import next_seed
 from ...tiles.page import Slot
 from . import Call, Needs, NotANumber, inference_base
 from .host import HostMemory
