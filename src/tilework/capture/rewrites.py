@@ -101,6 +101,18 @@ _capturing: set[int] = set()  # threads
 _Reentrant = torch.utils.checkpoint.CheckpointFunction
 
 
+class _IsCompiling:
+    """torch's flag for "is this being compiled?", which is the process's: yes in threads that capture, and no for others."""
+
+    before = torch.compiler._is_compiling_flag
+
+    def __bool__(self) -> bool:
+        return threading.get_ident() in _capturing or self.before
+
+
+_IS_COMPILING = _IsCompiling()
+
+
 class _NotReentrant:
     """Checkpoints of the reentrant kind run a backward pass of their own, which no gradient of a trace goes through. The other
     kind computes the same."""
@@ -119,16 +131,15 @@ class _NotReentrant:
 def captured(*, masks: bool) -> Iterator[None]:
     """Around the user's model and loss while they are captured. Code that asks whether it is being compiled hears yes, as from
     torch.export: libraries leave out what looks at values then. `masks`: x[mask] keeps the shape of x (masked.py)."""
-    before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = True
     own = threading.get_ident()
     _capturing.add(own)
+    torch.compiler._is_compiling_flag = _IS_COMPILING  # type: ignore[assignment]
     torch.utils.checkpoint.CheckpointFunction = _NotReentrant  # type: ignore[misc,assignment]
     try:
         with Rewrites(masks):
             yield
     finally:
-        torch.compiler._is_compiling_flag = before
         _capturing.discard(own)
         if not _capturing:
+            torch.compiler._is_compiling_flag = _IS_COMPILING.before
             torch.utils.checkpoint.CheckpointFunction = _Reentrant  # type: ignore[misc]

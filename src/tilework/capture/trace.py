@@ -7,7 +7,6 @@ closures or unregistered modules are found too: the tracer meets the very tensor
 from __future__ import annotations
 
 import operator
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +21,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from ..artifact.graph import Graph, Node, Ref, TensorType
 from ..errors import BugError, Place, TileworkError, UserError
+from ..process import without_warnings
 from .source import line_text, short, user_line_of_exception, user_line_of_stack
 
 aten = torch.ops.aten
@@ -86,8 +86,7 @@ def _at_user_line(e: BaseException, why: str, fix: str) -> UserError:
 def trace(fn: Callable[..., Sequence[Tensor]], args: Sequence[Tensor]) -> Traced:
     """fn takes and returns flat tensors. It may close over tensors and change them in place."""
     # Without oneDNN, recurrent layers are traced as the plain operators they consist of, not as one opaque operator.
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with without_warnings():
         with fx_traceback.preserve_node_meta(), torch.backends.mkldnn.flags(enabled=False):
             with explained():
                 module = make_fx(

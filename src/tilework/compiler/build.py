@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import datetime
-import gc
 import hashlib
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -35,6 +33,7 @@ from ..capture.capture import Constants, StepGraph, capture
 from ..errors import TileworkWarning, UserError
 from ..plan.options import Options
 from ..plan.plan import Plan, plan
+from ..process import rare_garbage_collection
 from ..step import Step
 from .backends import backend_for
 from .cache import Cache, disk_errors
@@ -89,7 +88,7 @@ def compile_step(
         seconds[name] = round(now - clock, 3)
         clock = now
 
-    with _rare_garbage_collection():
+    with rare_garbage_collection():
         graphs = _captured(steps, options, report)
         lap("capture")
 
@@ -193,21 +192,9 @@ def _constants(planned: Plan) -> dict[str, torch.Tensor]:
 def plan_step(step: Step | Sequence[Step], options: Options | None = None, *, report: Report = lambda _: None) -> Plan:
     """What compile_step would build: programs, memory and cost. Nothing is built."""
     options = options or Options()
-    with _rare_garbage_collection():
+    with rare_garbage_collection():
         graphs = _captured([step] if isinstance(step, Step) else step, options, report)
         return plan(graphs, options, backend_for(options.device).passes)
-
-
-@contextmanager
-def _rare_garbage_collection() -> Iterator[None]:
-    """Tracing and code generation make millions of objects that live to the end; looking through them for cycles as often
-    as Python does by default took a fifth of a compile."""
-    before = gc.get_threshold()
-    gc.set_threshold(20_000, 20, 100)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 def _report(made: Made, verification: Verification, seconds: dict[str, float]) -> str:

@@ -12,7 +12,6 @@ import hashlib
 import logging
 import os
 import re
-import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ..artifact.graph import Graph
 from ..errors import BugError
 from ..plan.options import Options
+from ..process import without_warnings
 from . import inductor_fixes, lowerings
 from .calls import program_of_calls, table_of_calls
 from .known import known
@@ -116,8 +116,7 @@ def generate(graph: Graph, options: Options, scratch: Path, called: Collection[s
     calls = [n for n in graph.nodes if n.op in called or n.name in never]
     mode = FakeTensorMode(static_shapes=True, shape_env=torch.fx.experimental.symbolic_shapes.ShapeEnv())
     lowerings.register()
-    with torch.no_grad(), warnings.catch_warnings(), _inductor_cache(scratch), inductor_fixes.applied():
-        warnings.simplefilter("ignore")
+    with torch.no_grad(), without_warnings(), _inductor_cache(scratch), inductor_fixes.applied():
         try:
             files = _inductor(to_fx(graph, mode, calls), mode, settings(options))
         except Exception as e:

@@ -13,7 +13,6 @@ import ctypes
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 import time
 import warnings
@@ -22,6 +21,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 import torch
+
+from ..process import alone
 
 PATIENCE = 30.0  # seconds that a copy may take longer than everything here took, before it is given up
 
@@ -41,14 +42,7 @@ def num_workers() -> int:
     asked = os.environ.get("TILEWORK_JOBS", "")
     if asked.isdigit() and int(asked) > 0:
         return int(asked)
-    return len(os.sched_getaffinity(0)) if _others_wait() else 1
-
-
-def _others_wait() -> bool:
-    """Whether every other Python thread waits for an event."""
-    frames = sys._current_frames()
-    others = [frames.get(t.ident or 0) for t in threading.enumerate() if t is not threading.current_thread()]
-    return all(f is not None and f.f_code is threading.Condition.wait.__code__ for f in others)
+    return len(os.sched_getaffinity(0)) if alone() else 1
 
 
 @contextlib.contextmanager
