@@ -154,10 +154,7 @@ def make_step(
     micro = 1 if inference else num_micro_batches(args, leaves(call), dim)  # nothing accumulates in a forward pass
     precision: Literal["bfloat16", "float32"] = "bfloat16" if _wants_bf16(args) else "float32"
     if run:
-        examples = tilework.Step(model=model, inputs=call, loss=None, batch_dim=dim, precision=precision, train=not inference,
-                                 examples="shapes")  # fmt: skip
-        with plain(model):
-            call = tilework.settled(examples).inputs
+        call = runnable(model, call, dim, train=not inference, precision=precision)
     whole = call
     if micro > 1:
         call = _part(call, micro, dim, 0)
@@ -198,6 +195,15 @@ def make_step(
         examples="data" if run else "shapes",
         metadata={METADATA: notes},
     )
+
+
+def runnable(model: nn.Module, call: Any, dim: int, *, train: bool, precision: Literal["bfloat16", "float32"] = "float32") -> Any:
+    """Inputs of the same shapes, with values on which the model runs: their own where it does."""
+    step = tilework.Step(
+        model=model, inputs=call, loss=None, batch_dim=dim, precision=precision, train=train, examples="shapes"
+    )  # fmt: skip
+    with plain(model):
+        return tilework.settled(step).inputs
 
 
 def num_micro_batches(args: Namespace, tensors: Sequence[Tensor], dim: int) -> int:

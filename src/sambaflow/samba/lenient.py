@@ -155,7 +155,7 @@ def after_forward(model: nn.Module, args: Any, output: Any) -> Any:
     """What a converted model returns are SambaTensors, whatever it was given. None: it stays as it is."""
     _of_thread.modes, mode = _of_thread.modes[:-1], _of_thread.modes[-1]
     mode.__exit__(None, None, None)
-    return None if capturing() else tree_map_only(Tensor, _wrapped, output)
+    return None if capturing() or torch.compiler.is_compiling() else tree_map_only(Tensor, _wrapped, output)
 
 
 def _wrapped(t: Tensor) -> Tensor:
