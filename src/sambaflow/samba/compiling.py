@@ -294,10 +294,10 @@ def compile_to(
 def batch_sizes_of(args: Namespace, step: tilework.Step) -> list[int]:
     """--batch-sizes, with the size of the examples first; for inference only the others."""
     asked = getattr(args, "batch_sizes", None) or []
-    if not asked or step.num_rows is None:
-        return []
     others = [n for n in dict.fromkeys(asked) if n != step.num_rows]
-    return [step.num_rows, *others] if step.train else others
+    if not asked or step.num_rows is None or not step.train:
+        return others  # without a batch, the engine says what is wrong
+    return [step.num_rows, *others]
 
 
 def write_pef(args: Namespace, name: str, make: Callable[[], tilework.Step | list[tilework.Step]]) -> Path:
