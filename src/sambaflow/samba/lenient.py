@@ -130,10 +130,12 @@ def capturing() -> bool:
 
 @contextmanager
 def while_capturing() -> Iterator[None]:
-    """In here a converted model takes and gives plain tensors. This thread only."""
+    """In here a converted model takes and gives plain tensors. This thread only. Lenient all the way, since a backward pass may
+    run parts of the model again (checkpoints)."""
     _of_thread.capturing = getattr(_of_thread, "capturing", 0) + 1
     try:
-        yield
+        with _Lenient():
+            yield
     finally:
         _of_thread.capturing -= 1
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import tilework
@@ -100,6 +101,26 @@ def test_all_of_them_in_a_pef() -> None:
     expected.sum().backward()
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.sn_grad, q.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_parts_that_run_again_in_the_backward_pass() -> None:
+    class Again(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.utils.checkpoint.checkpoint(lambda t: torch.tanh(self.fc(t)), x, use_reentrant=False).sum()
+
+    model = Again()
+    samba.from_torch_model_(model)
+    x = X[0].bfloat16()
+    samba.utils.trace_graph(model, (samba.from_torch_tensor(x, name="x"),), samba.optim.SGD(model.parameters(), lr=0.1))
+    (found,) = samba.session.run([x], section_types=["fwd", "bckwd"])
+    expected = torch.tanh(F.linear(x.float(), model.fc.weight, model.fc.bias)).sum()
+    expected.backward()
+    torch.testing.assert_close(found.torch(), expected.detach())
+    torch.testing.assert_close(model.fc.weight.sn_grad, model.fc.weight.grad)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.uint8])
