@@ -194,6 +194,10 @@ def test_11_partial_batches(command: Command) -> None:
     near(found, trained(model, optimizer, [*p.loader(), *p.loader()]))
     for name, value in torch.load("weights.pt").items():
         torch.testing.assert_close(value, model.state_dict()[name], rtol=1e-3, atol=1e-5)
+    assert command(p, "run", "-b", "3") == found  # whichever of the sizes the examples have
+    with pytest.raises(SystemExit) as left:
+        command(p, "compile", "--batch-sizes", "many")
+    assert left.value.code == 2
 
 
 def test_12_whole_model(command: Command) -> None:

@@ -154,10 +154,7 @@ def make_step(
     micro = 1 if inference else num_micro_batches(args, leaves(call), dim)  # nothing accumulates in a forward pass
     precision: Literal["bfloat16", "float32"] = "bfloat16" if _wants_bf16(args) else "float32"
     if run:
-        examples = tilework.Step(model=model, inputs=call, loss=None, batch_dim=dim, precision=precision, train=not inference,
-                                 examples="shapes")  # fmt: skip
-        with plain(model):
-            call = tilework.settled(examples).inputs
+        call = runnable(model, call, dim, train=not inference, precision=precision)
     whole = call
     if micro > 1:
         call = _part(call, micro, dim, 0)
@@ -198,6 +195,15 @@ def make_step(
         examples="data" if run else "shapes",
         metadata={METADATA: notes},
     )
+
+
+def runnable(model: nn.Module, call: Any, dim: int, *, train: bool, precision: Literal["bfloat16", "float32"] = "float32") -> Any:
+    """Inputs of the same shapes, with values on which the model runs: their own where it does."""
+    step = tilework.Step(
+        model=model, inputs=call, loss=None, batch_dim=dim, precision=precision, train=train, examples="shapes"
+    )  # fmt: skip
+    with plain(model):
+        return tilework.settled(step).inputs
 
 
 def num_micro_batches(args: Namespace, tensors: Sequence[Tensor], dim: int) -> int:
@@ -288,10 +294,10 @@ def compile_to(
 def batch_sizes_of(args: Namespace, step: tilework.Step) -> list[int]:
     """--batch-sizes, with the size of the examples first; for inference only the others."""
     asked = getattr(args, "batch_sizes", None) or []
-    if not asked or step.num_rows is None:
-        return []
     others = [n for n in dict.fromkeys(asked) if n != step.num_rows]
-    return [step.num_rows, *others] if step.train else others
+    if not asked or step.num_rows is None or not step.train:
+        return others  # without a batch, the engine says what is wrong
+    return [step.num_rows, *others]
 
 
 def write_pef(args: Namespace, name: str, make: Callable[[], tilework.Step | list[tilework.Step]]) -> Path:

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import tilework
 from tilework.artifact.structure import flatten_outputs, names
 
-from .compiling import as_call, batch_dim_of
+from .compiling import as_call, batch_dim_of, runnable
 from .conversion import plain
 from .refusals import refused, say_ignored
 from .sambatensor import SambaTensor
@@ -47,11 +46,9 @@ def tensors_in(value: Any) -> Iterator[SambaTensor]:
 
 def traced(model: nn.Module, inputs: Any, prefix: str) -> Trace:
     """Runs the model once, in eval mode, for the shapes of what it returns."""
-    step = tilework.Step(model=model, inputs=as_call(inputs), loss=None, train=False, examples="shapes",
-                         batch_dim=batch_dim_of(inputs))  # fmt: skip
+    call = runnable(model, as_call(inputs), batch_dim_of(inputs), train=False)
     training = {m: m.training for m in model.modules()}
     with plain(model), torch.no_grad():
-        call = tilework.settled(step).inputs
         model.eval()
         try:
             output = model(**call) if isinstance(call, Mapping) else model(*call)

@@ -130,10 +130,12 @@ def capturing() -> bool:
 
 @contextmanager
 def while_capturing() -> Iterator[None]:
-    """In here a converted model takes and gives plain tensors. This thread only."""
+    """In here a converted model takes and gives plain tensors. This thread only. Lenient all the way, since a backward pass may
+    run parts of the model again (checkpoints)."""
     _of_thread.capturing = getattr(_of_thread, "capturing", 0) + 1
     try:
-        yield
+        with _Lenient():
+            yield
     finally:
         _of_thread.capturing -= 1
 
@@ -155,7 +157,7 @@ def after_forward(model: nn.Module, args: Any, output: Any) -> Any:
     """What a converted model returns are SambaTensors, whatever it was given. None: it stays as it is."""
     _of_thread.modes, mode = _of_thread.modes[:-1], _of_thread.modes[-1]
     mode.__exit__(None, None, None)
-    return None if capturing() else tree_map_only(Tensor, _wrapped, output)
+    return None if capturing() or torch.compiler.is_compiling() else tree_map_only(Tensor, _wrapped, output)
 
 
 def _wrapped(t: Tensor) -> Tensor:

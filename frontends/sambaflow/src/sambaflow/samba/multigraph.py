@@ -43,6 +43,8 @@ class Graphs(DeviceTensors):
         if not isinstance(model, nn.Module):
             raise tilework.UserError("sambaflow-model", "this is no model", found=type(model).__name__,
                                      expected="a torch.nn.Module")  # fmt: skip
+        if any(t.model is not model for t in self._traces):  # main is called again: graphs are of one model
+            self._forget_graphs()
         trace = traced(model, inputs, prefix)
         self._traces.append(trace)
         model.output_tensors = tuple(trace.outputs)  # type: ignore[assignment]
@@ -64,7 +66,7 @@ class Graphs(DeviceTensors):
                 return trace
         raise tilework.UserError("sambaflow-graph", f"the outputs of the graph {name!r} are not traced",
                                  found=", ".join(str(o.sn_name) for o in graph.outputs) or "none",
-                                 expected="what samba.utils.trace_multigraph(model, inputs) returned")  # fmt: skip
+                                 expected="what samba.utils.trace_multigraph(model, inputs) returned, of one model")  # fmt: skip
 
     def _step_of(self, name: str, *, run: bool, args: Namespace | None = None, metadata: Any = None) -> tilework.Step:
         trace = self._trace_of(self._graphs[name], name)

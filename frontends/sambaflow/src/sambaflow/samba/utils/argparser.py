@@ -77,7 +77,7 @@ def _vendor_flags(p: argparse.ArgumentParser, command: str, dev_mode: bool) -> N
     compiling = command == "compile"
     p.add_argument("-b", "--batch-size", type=int, default=1, help="batch size; shapes are fixed when compiling (default: 1)")
     if compiling:
-        p.add_argument("--batch-sizes", type=_sizes, default=None, help="other sizes that the PEF runs as well: 64,16")
+        p.add_argument("--batch-sizes", type=sizes, default=None, help="other sizes that the PEF runs as well: 64,16")
     p.add_argument("-mb", "--microbatch-size", type=int, default=None, help="micro-batches of this size, one update a batch")
     p.add_argument("-p", "--pef", default=None, required=not compiling, help="the PEF file")
     p.add_argument("--pef-name", default=None, help="name of the PEF (default: from the time and the process)")
@@ -120,7 +120,8 @@ def _vendor_flags(p: argparse.ArgumentParser, command: str, dev_mode: bool) -> N
         p.add_argument(flag, nargs="*", action=Ignored, say=_say, default=None, help=argparse.SUPPRESS)
 
 
-def _sizes(text: str) -> list[int]:
+def sizes(text: str) -> list[int]:
+    """Its name is part of argparse's message."""
     return [int(part) for part in text.split(",") if part]
 
 

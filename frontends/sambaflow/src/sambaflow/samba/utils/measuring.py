@@ -11,8 +11,14 @@ from typing import Any
 from tilework.frontend.measuring import in_one_call, repeat
 
 from .. import distributed
-from ..compiling import leaves
+from ..compiling import as_call, batch_dim_of, leaves, runnable
 from ..sambasession import session
+
+
+def _examples(runner: Any, inputs: Any, train: bool) -> list[Any]:
+    """Apps measure with the examples that they compiled with, whose values mean nothing."""
+    call = runnable(runner.model, as_call(inputs), batch_dim_of(inputs), train=train)
+    return list(runner._flat(list(leaves(call))))
 
 
 def _once(runner: Any, given: list[Any], forward_only: bool, steps: int) -> Callable[[], Any]:
@@ -43,7 +49,7 @@ def measure_performance(
     """Prints and returns (samples a second, seconds a run)."""
     runner = session._traced_runner()
     forward_only = bool(inference) or runner.inference
-    given = runner._flat(list(leaves(inputs)))
+    given = _examples(runner, inputs, train=not forward_only)
     steps = 1 if forward_only else runner.num_spatial
     if steps > 1:
         given = [g.repeat(steps, *[1] * (g.dim() - 1)) for g in given]
@@ -94,7 +100,7 @@ def measure_sections(
 ) -> dict[str, float]:
     """Prints and returns seconds for each section."""
     runner = session._traced_runner()
-    given = runner._flat(list(leaves(inputs)))
+    given = _examples(runner, inputs, train=not runner.inference)
     names = {"fwd": "fwd", "bwd": "bckwd", "opt": "opt"}
     present = [s for s in ("fwd", "bwd", "opt") if s in runner.core.training_sections] or ["fwd"]
     found: dict[str, float] = {}
