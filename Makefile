@@ -19,7 +19,8 @@ $(VENV)/.ready: requirements.lock pyproject.toml $(FRONTENDS:%=%/pyproject.toml)
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/pip install -q --disable-pip-version-check torch==2.13.0
 	@$(BIN)/pip install -q --disable-pip-version-check -r requirements.lock
-	@$(BIN)/pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e . $(FRONTENDS:%=-e %)
+	@for place in . $(FRONTENDS); do \
+	  $(BIN)/pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e $$place || exit 1; done
 	@touch $@
 
 demo: setup

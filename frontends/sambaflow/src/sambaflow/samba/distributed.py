@@ -29,8 +29,8 @@ def require_one_rank(args: argparse.Namespace, data_parallel: bool = False) -> N
     if asked > 1 or (started > 1 and together):
         raise refused(f"data parallel over {max(asked, started)} ranks: gradients are not averaged yet. Run it with one rank, "
                       "and without -ws")  # fmt: skip
-    if launched > 1:
-        samba_logger.warning(f"{launched} ranks were launched without --data-parallel: each of them runs alone", log_limit=1)
+    if started > 1:
+        samba_logger.warning(f"{started} ranks were launched without --data-parallel: each of them runs alone", log_limit=1)
 
 
 def start(args: argparse.Namespace) -> None:
