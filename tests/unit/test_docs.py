@@ -64,7 +64,7 @@ def test_links(page: Path) -> None:
 def error_ids() -> set[str]:
     """The first argument of every error that the source raises."""
     found = set()
-    for path in (ROOT / "src").rglob("*.py"):
+    for path in (*(ROOT / "src").rglob("*.py"), *(ROOT / "frontends").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if not (isinstance(node, ast.Call) and isinstance(node.func, (ast.Name, ast.Attribute)) and node.args):
                 continue
