@@ -423,3 +423,37 @@ def test_what_the_loss_does_not_reach_stays_and_replaced_buffers_are_kept(tmp_pa
             with pytest.raises(tilework.UserError, match=r"beside\.weight") as error:
                 session.run(x, out_grads=grads)
             assert error.value.id == "run-out-grads"
+
+
+def test_other_threads_are_not_told_that_they_are_compiled(tmp_path) -> None:
+    """torch's flag is the process's; code in another thread asks it too. Both spellings that libraries use."""
+    stop, heard = threading.Event(), set()
+
+    def other() -> None:
+        while not stop.is_set():
+            told = False
+            told |= torch.compiler.is_compiling()
+            heard.add(bool(told) or bool(torch.compiler.is_compiling() | False))
+
+    class Asks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.l = nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            asked = False
+            asked |= torch.compiler.is_compiling()
+            return (self.l(x) * 2 if asked else self.l(x)).sum()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    try:
+        model = Asks()
+        graph = capture(
+            tilework.Step(model=model, inputs=(torch.randn(2, 3),), optimizer=torch.optim.SGD(model.parameters(), 0.1))
+        )
+    finally:
+        stop.set()
+        thread.join()
+    assert heard == {False} and any(n.op.startswith("aten.mul") for n in graph.sections["infer"].nodes)
+    assert torch.compiler.is_compiling() is False

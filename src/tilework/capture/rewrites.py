@@ -15,6 +15,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ..process import alone
 from . import packed
 from .masked import Masked, selected
 
@@ -109,6 +110,20 @@ class _IsCompiling:
     def __bool__(self) -> bool:
         return threading.get_ident() in _capturing or self.before
 
+    def __or__(self, other: Any) -> Any:  # it stands where a bool is expected
+        return bool(self) | other
+
+    def __and__(self, other: Any) -> Any:
+        return bool(self) & other
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self) == other
+
+    def __hash__(self) -> int:
+        return hash(bool(self))
+
+    __ror__, __rand__ = __or__, __and__
+
 
 _IS_COMPILING = _IsCompiling()
 
@@ -133,7 +148,7 @@ def captured(*, masks: bool) -> Iterator[None]:
     torch.export: libraries leave out what looks at values then. `masks`: x[mask] keeps the shape of x (masked.py)."""
     own = threading.get_ident()
     _capturing.add(own)
-    torch.compiler._is_compiling_flag = _IS_COMPILING  # type: ignore[assignment]
+    torch.compiler._is_compiling_flag = True if alone() else _IS_COMPILING  # type: ignore[assignment]
     torch.utils.checkpoint.CheckpointFunction = _NotReentrant  # type: ignore[misc,assignment]
     try:
         with Rewrites(masks):
