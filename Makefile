@@ -63,4 +63,4 @@ wheel: setup
 	@for place in . $(FRONTENDS); do $(BIN)/python -m build --wheel --no-isolation --outdir dist $$place || exit 1; done
 
 clean:
-	rm -rf $(VENV) build dist out src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist out src/*.egg-info frontends/*/build frontends/*/src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -27,6 +27,7 @@ def command(
     keep_gradients: Annotated[bool, typer.Option(help="The fused step keeps gradients for reading.")] = False,
     batch_sizes: Annotated[str, typer.Option(help="Rows of a step, such as 64,16: a signature for each.")] = "",
     infer_batch_sizes: Annotated[str, typer.Option(help="More sizes, for inference alone, such as 1,8,32.")] = "",
+    replicas: Annotated[int, typer.Option(help="How many it is meant for; it runs with any number.")] = 1,
     disable: Annotated[list[str] | None, typer.Option(help="Leave out a planning pass; can be repeated.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="name=value for the build function.")] = None,
     plan_only: Annotated[bool, typer.Option(help="Print the plan and stop: nothing is built.")] = False,
@@ -47,6 +48,7 @@ def command(
         opt_level=opt_level,
         keep_momentum=keep_momentum,
         keep_gradients=keep_gradients,
+        num_replicas=replicas,
         disable=tuple(disable or ()),
     )
     step = load_step(build, set_ or [])

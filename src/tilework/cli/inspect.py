@@ -42,7 +42,8 @@ def command(
         return
     out.print(f"{m.name}: format {m.format[0]}.{m.format[1]}, {m.producer}, {m.created}, for {m.fingerprint.device}")
     out.print(f"sha256 {a.digest}")
-    out.print(f"precision {m.precision}, weights {m.weights.where}")
+    replicas = f", for {m.num_replicas} replicas" if m.num_replicas > 1 else ""
+    out.print(f"precision {m.precision}, weights {m.weights.where}{replicas}")
     for signature in m.signatures:
         _signature(signature)
     _parameters(m)
@@ -91,12 +92,13 @@ def _table() -> Table:
 
 def _programs(m: Manifest) -> None:
     table = Table(box=None, pad_edge=False)
-    for column in ("program", "sections", "Mflop", "MB moved", "temporary MB"):
+    for column in ("program", "sections", "Mflop", "MB moved", "temporary MB", "threads"):
         table.add_column(column, justify="left" if column in ("program", "sections") else "right")
     for name, p in m.programs.items():
         table.add_row(
-            name, "+".join(p.sections), f"{p.flops / 1e6:.3f}", f"{p.bytes / 1e6:.3f}", f"{p.temporary_bytes / 1e6:.3f}"
-        )
+            name, "+".join(p.sections), f"{p.flops / 1e6:.3f}", f"{p.bytes / 1e6:.3f}", f"{p.temporary_bytes / 1e6:.3f}",
+            str(p.threads),
+        )  # fmt: skip
     out.print(table)
 
 
