@@ -104,3 +104,14 @@ def test_running_does_not_load_the_compiler() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
+
+
+def test_names_of_buffers_are_made_in_one_place() -> None:
+    """artifact/names.py; the keys of session.gradients() are the user's, and have `input/` in them."""
+    from tilework.artifact.names import Kind
+
+    prefix = re.compile(rf"""["']({"|".join(Kind)})/""")
+    found = [(path, line) for path in SOURCE.rglob("*.py") if path.name != "names.py" for line in path.read_text().splitlines()
+             if prefix.search(line)]  # fmt: skip
+    assert {str(path.relative_to(SOURCE)) for path, _ in found} == {"runtime/session.py", "check/sides.py"}
+    assert all("input/" in line for _, line in found) and len(found) == 2

@@ -9,7 +9,7 @@ from msgspec import Meta, Struct
 
 from . import structure
 from .graph import DTYPES, TensorType
-from .names import Buffer, Kind
+from .names import Kind
 
 FORMAT_VERSION = (2, 0)  # major: readers of another major refuse; minor: newer readers accept older files
 
@@ -183,7 +183,7 @@ class Signature(_Table, frozen=True):
 
     def buffer(self, kind: Kind, name: str) -> str:
         """The name of one of its own buffers."""
-        return Buffer.of(kind, name, self.prefix)
+        return kind.of(name, self.prefix)
 
     @property
     def num_rows(self) -> int | None:
@@ -226,7 +226,7 @@ class Manifest(_Table, frozen=True):
             if not set(program.writes) <= set(program.buffers):
                 raise ValueError(f"program {name} writes buffers that it does not take")
         for parameter in self.parameters:
-            if Buffer.of(Kind.PARAM, parameter.name) not in self.buffers:
+            if Kind.PARAM.of(parameter.name) not in self.buffers:
                 raise ValueError(f"parameter {parameter.name} has no buffer")
         known = {p.name for p in self.parameters}
         for group in self.groups:

@@ -26,7 +26,12 @@ class Kind(StrEnum):
     SAVED = "saved"  # what fwd keeps for bwd
     CHECK = "check"  # one number for each check of values: NaN where it fails
 
+    def of(self, name: str, signature: str = "") -> str:
+        """The buffer of this kind with that name."""
+        return f"{signature}:{self.value}/{name}" if signature else f"{self.value}/{name}"
 
+
+SEED = Kind.RNG.of("seed")
 SUMMED = (Kind.GRAD, Kind.RAN)  # what micro-batches add to
 WEIGHTS = (Kind.PARAM, Kind.BUFFER, Kind.STATE)  # what training changes, and a checkpoint holds
 # The memory of one signature: everything whose shape may follow from the batch.
@@ -34,13 +39,9 @@ OWN = (Kind.INPUT, Kind.INPUT_GRAD, Kind.OUTPUT, Kind.INFER, Kind.OUTGRAD, Kind.
 
 
 class Buffer(str):
-    """A buffer's name, taken apart: Buffer(name).kind. Buffer.of puts one together."""
+    """A buffer's name, taken apart: Buffer(name).kind. Kind.PARAM.of(...) puts one together."""
 
     __slots__ = ()
-
-    @staticmethod
-    def of(kind: Kind, name: str, signature: str = "") -> str:
-        return f"{signature}:{kind.value}/{name}" if signature else f"{kind.value}/{name}"
 
     @property
     def signature(self) -> str:

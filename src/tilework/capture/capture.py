@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..artifact.graph import Graph, TensorType
 from ..artifact.manifest import Argument, Check, Signature
 from ..artifact.manifest import Tensor as TensorEntry
-from ..artifact.names import Buffer, Hyper, Kind, hyper_kind, is_kind
+from ..artifact.names import SEED, Buffer, Hyper, Kind, hyper_kind, is_kind
 from ..artifact.structure import Structure, flatten, flatten_outputs, names, unflatten
 from ..errors import UserError
 from ..hosts import steps_made
@@ -85,7 +85,7 @@ class Constants:
 
     def name_of(self, tensor: Tensor) -> str:
         if id(tensor) not in self._names:
-            self._names[id(tensor)] = name = Buffer.of(Kind.CONST, str(len(self.values)))
+            self._names[id(tensor)] = name = Kind.CONST.of(str(len(self.values)))
             self.values[name] = tensor.detach().clone()
             self._held.append(tensor)
         return self._names[id(tensor)]
@@ -154,7 +154,7 @@ class _Capture:
             self.probe = probe = run_probe(step, self._fresh)
         self._name_buffers(probe)
         self.formulas = list(dict.fromkeys(probe.when.values()))
-        ran = {k: Buffer.of(Kind.RAN, str(self.formulas.index(formula))) for k, formula in probe.when.items()}
+        ran = {k: Kind.RAN.of(str(self.formulas.index(formula))) for k, formula in probe.when.items()}
         self.groups = groups_of(step, probe.trainable, self.keep_momentum, ran)
         self._check_optimizers()
         self.hyper = self._hyper()
@@ -287,12 +287,12 @@ class _Capture:
         args = [*self.flat, torch.tensor(1), *(torch.tensor(s.p, dtype=torch.float64) for s in probe.sites), *outgrads]
         with torch.enable_grad(), preserved(self.step, self.changing):
             traced = trace(joint, args)
-        reads = [f"input/{i}" for i in self.input_names] + ["rng/seed"] + [f"hyper/{s.name}" for s in probe.sites]
-        reads += [f"outgrad/{outs[i]}" for i in sources] if with_outgrads else []
+        reads = [Kind.INPUT.of(i) for i in self.input_names] + [SEED] + [Kind.HYPER.of(s.name) for s in probe.sites]
+        reads += [Kind.OUTGRAD.of(outs[i]) for i in sources] if with_outgrads else []
         reads += [self._closed_over(t) for t in traced.closed_over]
-        results = [f"output/{o}" for o in outs] + [f"buffer/{k}" for k in replaced] + self._checked("fwd", probe.reads)
-        results += [Buffer.of(Kind.RAN, str(i)) for i in range(len(self.formulas))]
-        results += [f"grad/{k}" for k in probe.trainable] + [f"inputgrad/{self.input_names[i]}" for i in wanted_inputs]
+        results = [Kind.OUTPUT.of(o) for o in outs] + [Kind.BUFFER.of(k) for k in replaced] + self._checked("fwd", probe.reads)
+        results += [Kind.RAN.of(str(i)) for i in range(len(self.formulas))]
+        results += [Kind.GRAD.of(k) for k in probe.trainable] + [Kind.INPUT_GRAD.of(self.input_names[i]) for i in wanted_inputs]
         return pooling(to_graph("joint", traced, reads, results, ""))
 
     def _closed_over(self, tensor: Tensor) -> str:
@@ -303,7 +303,7 @@ class _Capture:
         checks = [read.check for read in reads if read.check is not None]
         if checks:
             self.checks[section] = checks
-        return [f"check/{section}"] if checks else []
+        return [Kind.CHECK.of(section)] if checks else []
 
     def _opt(self, bwd: Graph) -> Graph:
         have = {Buffer(b).name for b in bwd.written if is_kind(b, Kind.GRAD)}
@@ -320,12 +320,12 @@ class _Capture:
             own = {k: state.get(self.probe.trainable[k], {}) for k in g.params if k in self.updated}
             for k, values in own.items():
                 for name in (*g.rule.state, *g.rule.numbers):
-                    if isinstance(values.get(name), Tensor) and f"state/{k}/{name}" in sections["opt"].types:
+                    if isinstance(values.get(name), Tensor) and Kind.STATE.of(f"{k}/{name}") in sections["opt"].types:
                         # A copy: whoever steps the optimizer and puts its state back gives it other tensors.
-                        self.weights[f"state/{k}/{name}"] = values[name].detach().clone()
+                        self.weights[Kind.STATE.of(f"{k}/{name}")] = values[name].detach().clone()
             made = steps_made(own, g.prefix, g.rule.kind, "dampening" in g.rule.hyper)
             if made:
-                self.weights[f"state/{g.counter}/step"] = torch.tensor(made)
+                self.weights[Kind.STATE.of(f"{g.counter}/step")] = torch.tensor(made)
 
     def _infer(self) -> tuple[Graph, Structure]:
         """The model alone, in eval mode: what a training artifact runs for inference."""
@@ -362,10 +362,10 @@ class _Capture:
             mode = Answers(watch.reads)
             with preserved(self.step, watch.changing):
                 traced = trace(infer, [*self.flat[:n], torch.tensor(1)])
-        reads = [f"input/{i}" for i in self.input_names[:n]] + ["rng/seed"]
+        reads = [Kind.INPUT.of(i) for i in self.input_names[:n]] + [SEED]
         reads += [self._closed_over(t) for t in traced.closed_over]
         self.infer_names = _ordered_unique(names(structure, "output"))
-        results = [f"infer/{o}" for o in self.infer_names] + [f"buffer/{k}" for k in replaced]
+        results = [Kind.INFER.of(o) for o in self.infer_names] + [Kind.BUFFER.of(k) for k in replaced]
         results += self._checked("infer", watch.reads)
         return pooling(to_graph("infer", traced, reads, results, "fwd")), structure
 
@@ -393,8 +393,7 @@ class _Capture:
                 outputs=[_argument(o, t) for o, t in zip(outs, probe.outputs, strict=True)],
                 output_structure=probe.structure,
                 infer_outputs=[
-                    Argument(name=o, type=TensorEntry.of(sections["infer"].types[Buffer.of(Kind.INFER, o)]))
-                    for o in self.infer_names
+                    Argument(name=o, type=TensorEntry.of(sections["infer"].types[Kind.INFER.of(o)])) for o in self.infer_names
                 ],
                 infer_structure=infer_structure,
                 losses=[outs[i] for i in probe.losses],

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..artifact.graph import VIEWS, Graph, Node, Ref
+from ..artifact.names import Buffer, Kind, is_kind
 
 # Operators of a backward pass whose result is zero where the gradient that comes in is zero. The rest of them are called
 # something_backward. Anything else may come from a backward that the user wrote, which zeros may not leave at zero.
@@ -21,21 +22,21 @@ _ZERO_TO_ZERO = VIEWS | {
 
 def from_losses(joint: Graph, losses: Sequence[str], scale: float = 1.0) -> Graph | None:
     """Gradients begin with `scale` at the losses. None: not certain for this graph; it has to be traced."""
-    given = [r for r in joint.reads if r.startswith("outgrad/")]
-    absent = {g for g in given if g.removeprefix("outgrad/") not in losses}
+    given = [r for r in joint.reads if is_kind(r, Kind.OUTGRAD)]
+    absent = {g for g in given if Buffer(g).name not in losses}
     values = dict(joint.writes)
     seeds: dict[str, Node] = {}
     rename: dict[str, str] = {}
     for loss in losses:
-        source, seed = values[f"output/{loss}"], f"outgrad.{loss}"
-        if f"outgrad/{loss}" not in given:
+        source, seed = values[Kind.OUTPUT.of(loss)], f"outgrad.{loss}"
+        if Kind.OUTGRAD.of(loss) not in given:
             return None
         if source in seeds:  # one value, returned twice
-            rename[f"outgrad/{loss}"] = seeds[source].name
+            rename[Kind.OUTGRAD.of(loss)] = seeds[source].name
             continue
-        rename[f"outgrad/{loss}"] = seed
+        rename[Kind.OUTGRAD.of(loss)] = seed
         seeds[source] = Node(seed, "aten.full_like.default", (Ref(source), scale), {"pin_memory": False},
-                             (joint.types[f"outgrad/{loss}"],))  # fmt: skip
+                             (joint.types[Kind.OUTGRAD.of(loss)],))  # fmt: skip
     tainted = set(given)  # what depends on any gradient
     kinds = {**joint.types, **{n.name: n.types[0] for n in joint.nodes}}
     nodes = [seeds[r] for r in joint.reads if r in seeds]

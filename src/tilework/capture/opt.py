@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..artifact.graph import Graph, Node, TensorType
+from ..artifact.names import Kind
 from .optimizers import Group, clip
 from .rules import derived, packed, updated_by
 from .trace import to_graph, trace
@@ -41,9 +42,9 @@ class _Updating:
             for k in (k for k in g.params if k in self.updated):
                 p = self.params[k]
                 traced = self._rule(g, p)
-                places = {"p": f"param/{k}", "g": values.get(f"clipped/{k}", f"grad/{k}")}
+                places = {"p": Kind.PARAM.of(k), "g": values.get(f"clipped/{k}", Kind.GRAD.of(k))}
                 places |= {"ran": g.ran} if g.ran else {}
-                places |= {f"s/{s}": f"state/{k}/{s}" for s in (*g.rule.state, *g.rule.numbers)}
+                places |= {f"s/{s}": Kind.STATE.of(f"{k}/{s}") for s in (*g.rule.state, *g.rule.numbers)}
                 kind = "wide" if p.dtype == torch.float64 else "scalars"
                 places |= {name: values[f"{kind}/{g.counter}/{name}"] for name in traced.graph.reads if name not in places}
                 graph = traced.for_parameter(p)
@@ -61,10 +62,10 @@ class _Updating:
                 made.add(common)
                 nodes += [replace(n.map_refs(rename), name=new[n.name]) for n in graph.nodes if n.name not in once]
                 for result, value in graph.writes:
-                    buffer = f"param/{k}" if result == "new/p" else f"state/{k}/{result.removeprefix('new/s/')}"
+                    buffer = Kind.PARAM.of(k) if result == "new/p" else Kind.STATE.of(f"{k}/{result.removeprefix('new/s/')}")
                     writes.append((buffer, rename(value)))
                     types.setdefault(buffer, graph.types[result])
-            step = f"state/{g.counter}/step"
+            step = Kind.STATE.of(f"{g.counter}/step")
             writes.append((step, values[f"steps/{g.counter}"]))
             types[step] = TensorType("int64", (), ())
             reads.setdefault(step)
@@ -75,9 +76,9 @@ class _Updating:
     def _head(self) -> Graph:
         """What comes before the updates: gradients clipped, and each group's scalars."""
         clipped = list(self.params) if {"clip_norm", "clip_value"} & set(self.hyper) else []
-        reads = [f"grad/{k}" for k in clipped]
+        reads = [Kind.GRAD.of(k) for k in clipped]
         example = [self.params[k].contiguous() for k in clipped]  # gradients and state are dense, whatever the parameter's layout
-        reads += [f"state/{g.counter}/step" for g in self.groups] + [f"hyper/{name}" for name in self.hyper]
+        reads += [Kind.STATE.of(f"{g.counter}/step") for g in self.groups] + [Kind.HYPER.of(name) for name in self.hyper]
         example += [torch.tensor(0) for _ in self.groups] + [torch.tensor(1.0, dtype=torch.float64) for _ in self.hyper]
         ran = sorted({g.ran for g in self.groups if g.ran})
         reads, example = reads + ran, example + [torch.tensor(1.0) for _ in ran]
@@ -92,14 +93,16 @@ class _Updating:
                 results.append(name)
                 new.append(value)
 
-            grads = clip({k: v[f"grad/{k}"] for k in clipped}, v.get("hyper/clip_norm"), v.get("hyper/clip_value"))
+            grads = clip(
+                {k: v[Kind.GRAD.of(k)] for k in clipped}, v.get(Kind.HYPER.of("clip_norm")), v.get(Kind.HYPER.of("clip_value"))
+            )
             for k, grad in grads.items():
                 result(f"clipped/{k}", grad)
             for g in self.groups:
-                before = v[f"state/{g.counter}/step"]
+                before = v[Kind.STATE.of(f"{g.counter}/step")]
                 step = before + 1
                 result(f"steps/{g.counter}", torch.where(v[g.ran] > 0, step, before) if g.ran else step)
-                h = derived({k: v[f"hyper/{g.prefix}.{k}"] for k in g.rule.hyper}, step)
+                h = derived({k: v[Kind.HYPER.of(f"{g.prefix}.{k}")] for k in g.rule.hyper}, step)
                 h |= g.rule.derive(h, step)
                 for kind, scalars in (("wide", h), ("scalars", packed(h))):
                     result(f"{kind}/{g.counter}/t", step)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..artifact.graph import VIEWS, Graph, Node
-from ..artifact.names import Buffer, Kind, is_kind
+from ..artifact.names import Kind, is_kind
 
 # Views and other free operators: cheaper to repeat in bwd than to keep their result. Not those with several results, whose
 # producer would have to be repeated with each.
@@ -49,7 +49,7 @@ def partition(joint: Graph) -> tuple[Graph, Graph]:
             repeated[ref] = made
             todo += made.refs()
         elif made is not None or ref in changed:  # a buffer that fwd changes must be kept as it was
-            saved[ref] = Buffer.of(Kind.SAVED, ref.replace("/", "."))
+            saved[ref] = Kind.SAVED.of(ref.replace("/", "."))
 
     types = dict(joint.types)
     for ref, buffer in saved.items():
@@ -82,7 +82,7 @@ def partition(joint: Graph) -> tuple[Graph, Graph]:
 
 def label_sections(joint: Graph) -> Graph:
     """Marks each node of a joint graph as fwd (needed for outputs) or bwd (only needed for gradients)."""
-    needed = {value for buffer, value in joint.writes if not buffer.startswith("grad/")}
+    needed = {value for buffer, value in joint.writes if not is_kind(buffer, Kind.GRAD)}
     for node in reversed(joint.nodes):
         if node.name in needed:
             needed.update(node.refs())

@@ -26,7 +26,7 @@ from ..artifact.manifest import (
     Weights,
 )
 from ..artifact.manifest import Tensor as TensorEntry
-from ..artifact.names import SUMMED, Buffer, Kind, is_kind
+from ..artifact.names import SUMMED, Kind, is_kind
 from ..artifact.reader import Artifact
 from ..artifact.writer import initial_bytes, require_replaceable, write_artifact, write_whole
 from ..capture.capture import Constants, StepGraph, capture
@@ -184,7 +184,7 @@ def _constants(planned: Plan) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for graph in planned.steps:
         found |= graph.constants
-        own = [Buffer.of(Kind.BUFFER, k) for k in graph.transient]
+        own = [Kind.BUFFER.of(k) for k in graph.transient]
         found |= {b: graph.weights[b] for b in own if b in graph.weights}
     return {k: t for k, t in found.items() if k in planned.buffers}
 
@@ -218,7 +218,7 @@ def make_manifest(name: str, made: Made, weights: Weights, verification: Verific
         precision=step.precision,  # type: ignore[arg-type]
         num_replicas=options.num_replicas,
         parameters=[
-            Parameter(name=k, type=TensorEntry.of(planned.buffers[Buffer.of(Kind.PARAM, k)]), **p) for k, p in step.params.items()
+            Parameter(name=k, type=TensorEntry.of(planned.buffers[Kind.PARAM.of(k)]), **p) for k, p in step.params.items()
         ],
         groups=[Group(**g) for g in step.groups],
         hyperparameters=step.hyper,
@@ -259,7 +259,7 @@ def make_manifest(name: str, made: Made, weights: Weights, verification: Verific
         ),
         verification=verification,
         aliases=step.aliases,
-        transient=[k for k in step.transient if Buffer.of(Kind.BUFFER, k) in planned.buffers],
+        transient=[k for k in step.transient if Kind.BUFFER.of(k) in planned.buffers],
     )
 
 

@@ -9,20 +9,20 @@ from torch import Tensor, nn
 
 from ..artifact.graph import Graph
 from ..artifact.manifest import Manifest, Signature
-from ..artifact.names import Buffer, Kind
+from ..artifact.names import Kind
 
 
 def misfits(manifest: Manifest, s: Signature, model: nn.Module, inputs: Sequence[Tensor], optimizers: Sequence[Any]) -> list[str]:
     """Every difference, in words: what was found here, what was compiled."""
     problems: list[str] = []
-    own: dict[str, Tensor] = {Buffer.of(Kind.PARAM, k): p for k, p in model.named_parameters()}
-    own |= {Buffer.of(Kind.BUFFER, k): b for k, b in model.named_buffers()}
+    own: dict[str, Tensor] = {Kind.PARAM.of(k): p for k, p in model.named_parameters()}
+    own |= {Kind.BUFFER.of(k): b for k, b in model.named_buffers()}
     for name, t in own.items():
         entry = manifest.buffers.get(name)
         if entry is not None and list(entry.shape) != list(t.shape):
             problems.append(f"{name}: found {list(t.shape)}, expected {list(entry.shape)}")
     for parameter in manifest.parameters:
-        name = Buffer.of(Kind.PARAM, parameter.name)
+        name = Kind.PARAM.of(parameter.name)
         if name not in own:
             problems.append(f"{name}: the model has no such parameter")
     if len(inputs) != len(s.inputs):

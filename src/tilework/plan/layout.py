@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ..artifact.graph import RESHAPES, Graph, Ref, TensorType
+from ..artifact.names import Kind, is_kind
 from .views import View
 
 # Fewer channels than this do not fill a vector; then the plain layout is the faster one.
@@ -43,7 +44,7 @@ def _weights(graph: Graph) -> set[str]:
 def layouts_across(graph: Graph, views: Mapping[str, View]) -> dict[str, TensorType]:
     """Images between convolutions with their channels last, as the library gives them and wants them: how values lie in memory
     that go from one piece of a program to another. Views of a value were made for the layout that it was traced with."""
-    turned = [k for b, k in graph.types.items() if b.startswith("param/") and len(k.shape) == 4 and k == _last(k) != k.as_dense()]
+    turned = [k for b, k in graph.types.items() if is_kind(b, Kind.PARAM) and len(k.shape) == 4 and k == _last(k) != k.as_dense()]
     if not turned:
         return {}
     viewed = {view.base for view in views.values()}

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..artifact.graph import Graph, Node, Ref, TensorType
+from ..artifact.names import Kind
 from .layout import layouts_across
 from .repeats import IN_PLACE, RANDOM, Listing, Segment
 from .together import Updates, find_updates
@@ -215,7 +216,7 @@ class _Cutting:
                 node = self.nodes[first.start + j]
                 only_inside = node.name in inside.values() and not self._needed_beyond(node.name)
                 if not only_inside:
-                    name = f"saved/{j}"
+                    name = Kind.SAVED.of(str(j))
                     writes.append((name, rename[node.name]))
                     types[name] = self.listing.type(node.name)
                     form.outputs[name] = j

@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..artifact.graph import Graph, Node, Ref, name_of
+from ..artifact.names import Kind, is_kind
 from .aliases import shares_with
 
 
@@ -17,7 +18,7 @@ def updates(graph: Graph) -> Graph:
         uses[ref] = uses.get(ref, 0) + 1
     changed: dict[str, Node] = {}
     for buffer, value in graph.writes:
-        found = _update(made, uses, graph, buffer, value) if buffer.startswith("param/") else None
+        found = _update(made, uses, graph, buffer, value) if is_kind(buffer, Kind.PARAM) else None
         if found is not None:
             changed[value] = found
     if not changed:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from .. import hosts
+from ..artifact.names import Buffer, Kind
 from ..artifact.reader import Artifact
 from ..errors import TileworkWarning
 from .sync import host_tensors
@@ -21,9 +22,9 @@ def advise(artifact: Artifact, followed: Sequence[torch.optim.Optimizer], sets_h
     host = hosts.host_of(artifact.digest)
     if host is None:
         return
-    updated = {f"param/{p.name}" for p in artifact.manifest.parameters if p.group is not None}
+    updated = {Kind.PARAM.of(p.name) for p in artifact.manifest.parameters if p.group is not None}
     tensors = host_tensors(host.model, host.loss)
-    frozen = [k.removeprefix("param/") for k, t in tensors.items() if k in updated and not t.requires_grad]
+    frozen = [Buffer(k).name for k, t in tensors.items() if k in updated and not t.requires_grad]
     if frozen:
         more = f" and {len(frozen) - _SHOWN} more" if len(frozen) > _SHOWN else ""
         warnings.warn(

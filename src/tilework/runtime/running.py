@@ -208,7 +208,7 @@ class Running:
         needed = {b for b in calls.programs["opt"].buffers if is_kind(b, Kind.GRAD)}
         if not needed <= self.kept_gradients:
             raise UserError("run-order", "opt needs gradients, and no bwd has made any", fix="run bwd before opt")
-        held = {Buffer.of(Kind.GRAD, p.name) for p in self.manifest.parameters if p.group is not None}
+        held = {Kind.GRAD.of(p.name) for p in self.manifest.parameters if p.group is not None}
         if self._beyond_loss and (others := (held & self.kept_gradients) - needed):
             raise UserError("run-out-grads", "the optimizer updates only parameters that the step's loss reaches",
                             found=f"gradients for {', '.join(sorted(Buffer(b).name for b in others))} as well",

@@ -127,7 +127,7 @@ class Session:
     def hyper(self) -> dict[str, float]:
         """Every run-time hyperparameter and its value on the device."""
         known = self.manifest.hyperparameters
-        buffers = {k: Buffer.of(Kind.HYPER, k) for k in known}
+        buffers = {k: Kind.HYPER.of(k) for k in known}
         return {k: float(self.memory.read(b)) if b in self.memory else known[k] for k, b in buffers.items()}
 
     def set(self, values: Mapping[str, float] | None = None, /, **named: float) -> None:
@@ -137,7 +137,7 @@ class Session:
 
     def _set(self, values: Mapping[str, float]) -> None:
         for full, value in resolve(self.manifest, values, None).items():
-            self.memory.fill(Buffer.of(Kind.HYPER, full), value)
+            self.memory.fill(Kind.HYPER.of(full), value)
 
     def follow(self, *optimizers: torch.optim.Optimizer, but: Iterable[str] = ()) -> None:
         """Take hyperparameters from these host optimizers before each call: torch's LR schedulers then work as they are. Those
@@ -238,7 +238,7 @@ class Session:
         many = resolve(self.manifest, {k: v for k, v in hyper.items() if k not in single}, num_steps)
         self._set(single)
         self._sets_hyper = self._sets_hyper or bool(hyper)
-        schedule = {b: v for k, v in many.items() if (b := Buffer.of(Kind.HYPER, k)) in self.memory}
+        schedule = {b: v for k, v in many.items() if (b := Kind.HYPER.of(k)) in self.memory}
         fused = calls.fused is not None and out_grads is None and (not keep_gradients or calls.fused == "accumulate")
         wanted: builtins.set[str] = set()
         if not (sections is None and fused and calls.signature.losses):

@@ -31,8 +31,8 @@ def host_tensors(model: Modules, loss: nn.Module | None = None) -> dict[str, Ten
         for prefix, root in (("", model), ("loss.", loss)):
             if root is not None:
                 params = {**dict(root.named_parameters()), **hidden_parameters(root)}
-                found |= {Buffer.of(Kind.PARAM, prefix + k): p for k, p in params.items()}
-                found |= {Buffer.of(Kind.BUFFER, prefix + k): b for k, b in root.named_buffers()}
+                found |= {Kind.PARAM.of(prefix + k): p for k, p in params.items()}
+                found |= {Kind.BUFFER.of(prefix + k): b for k, b in root.named_buffers()}
         return found
     return dict(model)
 
@@ -46,8 +46,8 @@ def by_buffer(manifest: Manifest, tensors: Mapping[str, Tensor]) -> dict[str, Te
             found[name] = t
             continue
         own = manifest.aliases.get(name, name)
-        buffer = Buffer.of(Kind.BUFFER, own)
-        buffer = buffer if buffer in manifest.buffers else Buffer.of(Kind.PARAM, own)
+        buffer = Kind.BUFFER.of(own)
+        buffer = buffer if buffer in manifest.buffers else Kind.PARAM.of(own)
         if own == name or buffer not in found:
             found[buffer] = t
     return found
@@ -101,7 +101,7 @@ class Buffers:
     def _known(self, tensors: Mapping[str, Tensor], transient: Sequence[str] = ()) -> dict[str, Tensor]:
         """The tensors that have a buffer. UserError unless there is one for every parameter and buffer of the artifact,
         `transient` ones apart."""
-        left_out = {Buffer.of(Kind.BUFFER, k) for k in transient}
+        left_out = {Kind.BUFFER.of(k) for k in transient}
         known = {k: t for k, t in tensors.items() if k in self}
         missing = sorted(b for b in self if is_kind(b, Kind.PARAM, Kind.BUFFER) and b not in known and b not in left_out)
         if missing:
@@ -124,16 +124,13 @@ class Buffers:
 
 def step_counter(group: Group) -> str:
     """Where the steps of a group are counted."""
-    return Buffer.of(Kind.STATE, f"{group.counter or group.prefix}/step")
+    return Kind.STATE.of(f"{group.counter or group.prefix}/step")
 
 
 def initial_state(manifest: Manifest) -> dict[str, float]:
     """Optimizer state that does not start at zero, by buffer."""
     return {
-        Buffer.of(Kind.STATE, f"{name}/{key}"): value
-        for g in manifest.groups
-        for key, value in g.initial.items()
-        for name in g.params
+        Kind.STATE.of(f"{name}/{key}"): value for g in manifest.groups for key, value in g.initial.items() for name in g.params
     }
 
 
@@ -141,7 +138,7 @@ def by_group(manifest: Manifest, tensors: Mapping[str, Tensor]) -> dict[str, Ten
     """Tensors of a checkpoint with a counter for each group, also where it was written with one for each optimizer."""
     found = dict(tensors)
     for group in manifest.groups:
-        old = Buffer.of(Kind.STATE, f"{group.optimizer}/step")
+        old = Kind.STATE.of(f"{group.optimizer}/step")
         if old in tensors:
             found.pop(old, None)
             found.setdefault(step_counter(group), tensors[old])
@@ -175,7 +172,7 @@ def optimizers_to_device(memory: Buffers, optimizers: Sequence[torch.optim.Optim
         for name, p in params:
             state = optimizer.state.get(p, {})
             for key in group.state:
-                target, value = Buffer.of(Kind.STATE, f"{name}/{key}"), state.get(key)
+                target, value = Kind.STATE.of(f"{name}/{key}"), state.get(key)
                 if value is None:
                     memory.fill(target, group.initial.get(key, 0))
                 elif target in memory:
@@ -192,7 +189,7 @@ def _steps(group: Group, optimizer: torch.optim.Optimizer, params: Sequence[tupl
 
 def _kept(group: Group, parameter: str, memory: Buffers) -> dict[str, str]:
     """The parts of a parameter's state that the session keeps."""
-    found = {key: Buffer.of(Kind.STATE, f"{parameter}/{key}") for key in group.state}
+    found = {key: Kind.STATE.of(f"{parameter}/{key}") for key in group.state}
     return {key: buffer for key, buffer in found.items() if buffer in memory}
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from ...artifact.fingerprint import Part, machine_features, version
+from ...artifact.names import SEED
 from ...artifact.reader import Artifact
 from ...errors import BugError, MachineError, UserError
 from ...tiles.page import Slot, use_native
@@ -153,7 +154,7 @@ class Device:
         _wait_asleep(self.driver)
         self._pin()
         self.error = ctypes.create_string_buffer(_ERROR_SIZE)
-        seed = buffers["rng/seed"].data_ptr() if "rng/seed" in buffers else None  # none: no program draws random numbers
+        seed = buffers[SEED].data_ptr() if SEED in buffers else None  # none: no program draws random numbers
         self.randoms = {"next": _Random(0, 0, seed), "own": _Random(0, 0, seed)}
         self._backups: dict[str, torch.Tensor] = {}
         self.programs: dict[str, _Program] = {}

@@ -13,6 +13,7 @@ import torch
 from ...artifact import operators  # noqa: F401  (defines our own operators)
 from ...artifact.fingerprint import Part
 from ...artifact.graph import RESHAPES, Graph, Ref
+from ...artifact.names import SEED
 from ...artifact.random import next_seed
 from ...artifact.reader import Artifact
 from ...errors import MachineError, UserError
@@ -134,8 +135,8 @@ class _Bound:
             for _ in range(call.num_micro_batches):
                 for buffer, source, how in sources:
                     buffers[buffer].copy_(source[at if how == "each" else 0])
-                if call.seeds != "keep" and "rng/seed" in buffers:
-                    buffers["rng/seed"].fill_(next_seed(device.bases[call.seeds], device.counters[call.seeds]))
+                if call.seeds != "keep" and SEED in buffers:
+                    buffers[SEED].fill_(next_seed(device.bases[call.seeds], device.counters[call.seeds]))
                     device.counters[call.seeds] += 1
                 try:
                     device.programs[call.micro](buffers)

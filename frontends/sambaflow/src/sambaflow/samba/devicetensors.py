@@ -102,7 +102,7 @@ class DeviceTensors:
         found = self._find(tensor)
         if found is None:
             return None
-        core, grad = found[0].newest.core, Buffer.of(Kind.GRAD, Buffer(found[1]).name)
+        core, grad = found[0].newest.core, Kind.GRAD.of(Buffer(found[1]).name)
         return core.memory.read(grad) if grad in core.kept_gradients else None
 
     def device_value(self, tensor: Any) -> Tensor:
