@@ -278,7 +278,7 @@ def test_a_fork_leaves_the_page_alone(run_folder: Path) -> None:
 
 def test_a_platform_is_not_inherited(run_folder: Path) -> None:
     client.lease(Ask(count=1), platform="SN30-8").release()
-    assert client.view()["platform"] == "host" and client.lease(Ask(count=1)).paths[0].endswith("/TILE_0")
+    assert client.view()["platform"] == "host" and client.lease(Ask(count=1)).paths[0].endswith("/tile_0")
     assert client.view()["platform"] == "host"
 
 
