@@ -64,7 +64,8 @@ def python_for_all() -> tuple[str, dict[str, str]]:
     """A Python of our version that other users may run, and the environment in which it finds this Tilework."""
     import msgspec
 
-    packages = os.pathsep.join([str(ROOT / "src"), str(Path(msgspec.__file__).parents[1])])
+    sources = [ROOT / "src", *ROOT.glob("frontends/*/src"), Path(msgspec.__file__).parents[1]]
+    packages = os.pathsep.join(map(str, sources))
     env = {**os.environ, "PYTHONPATH": packages, "HOME": "/nonexistent"}
     for python in (sys.executable, "/usr/bin/python3"):
         probe = [python, "-c", "import sys, msgspec, tilework.tiles.client; print(sys.version_info[:2])"]
