@@ -84,7 +84,7 @@ class Program(_Table, frozen=True):
     flops: Count
     bytes: Count
     temporary_bytes: Count
-    threads: Annotated[int, Meta(ge=1)]  # more than this many do not pay
+    parallel: bool  # whether more than one thread pays
     called: list[str] = []  # operators that it calls through torch's dispatcher; ["*"]: all of them
 
 

@@ -63,7 +63,8 @@ def signatures_of(steps: list[Step], batch_sizes: Sequence[int], infer_batch_siz
     first = steps[0]
     if batch_sizes:
         steps = [first if n == first.num_rows else first.with_rows(n) for n in dict.fromkeys(batch_sizes)]
-    return steps + [first.with_rows(n, train=False) for n in dict.fromkeys(infer_batch_sizes)]
+    there = {s.num_rows for s in steps}  # a step's signature infers as well
+    return steps + [first.with_rows(n, train=False) for n in dict.fromkeys(infer_batch_sizes) if n not in there]
 
 
 def _judge(trial: Artifact, steps: Sequence[Step]) -> Verdict:

@@ -97,7 +97,7 @@ def _programs(m: Manifest) -> None:
     for name, p in m.programs.items():
         table.add_row(
             name, "+".join(p.sections), f"{p.flops / 1e6:.3f}", f"{p.bytes / 1e6:.3f}", f"{p.temporary_bytes / 1e6:.3f}",
-            str(p.threads),
+            "all" if p.parallel else "one",
         )  # fmt: skip
     out.print(table)
 

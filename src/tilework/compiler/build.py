@@ -167,7 +167,8 @@ def _check_signatures(graphs: Sequence[StepGraph]) -> None:
         raise UserError("signatures", "two signatures have the same name", found=", ".join(names),
                         fix="give each batch size once, or name them: Step(name=...)")  # fmt: skip
     for graph in graphs[1:]:
-        other = [b for b, t in graph.weights.items() if b in first.weights and first.weights[b].data_ptr() != t.data_ptr()]
+        other = [b for b, t in graph.weights.items() if b in first.weights and is_kind(b, Kind.PARAM, Kind.BUFFER)
+                 and first.weights[b].data_ptr() != t.data_ptr()]  # fmt: skip
         more = [b for b in graph.weights if b not in first.weights]
         groups = [g["prefix"] for g in graph.groups if g not in first.groups] if graph.train else []
         if other or more or groups:
@@ -233,7 +234,7 @@ def make_manifest(name: str, made: Made, weights: Weights, verification: Verific
                 flops=planned.costs[p].flops,
                 bytes=planned.costs[p].bytes,
                 temporary_bytes=planned.costs[p].temporary_bytes,
-                threads=planned.costs[p].threads,
+                parallel=planned.costs[p].parallel,
                 called=list(planned.called.get(p, ())),
             )
             for p, g in planned.programs.items()
@@ -265,7 +266,8 @@ def make_manifest(name: str, made: Made, weights: Weights, verification: Verific
 
 def buckets(planned: Plan) -> list[Bucket]:
     """Gradients side by side in memory, by type, in the order in which the backward pass makes them: the last layers' first."""
-    reads = {b for p, g in planned.programs.items() if planned.sections[p] == ("opt",) for b in g.reads}
+    updates = [g for p, g in planned.programs.items() if planned.sections[p] == ("opt",)]
+    reads = {b for g in updates for b in g.reads} if updates else set(planned.buffers)
     found: list[Bucket] = []
     open_: dict[str, list[str]] = {}
     for buffer, kind in planned.buffers.items():

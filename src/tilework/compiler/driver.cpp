@@ -3,11 +3,8 @@
 // It owns nothing. Buffers belong to the session; handles are made once, when the session starts, and borrowed by the
 // programs. A step takes its inputs and hyperparameters to their buffers, runs its programs, and gives its outputs away.
 #include <omp.h>
-#include <pthread.h>
 #include <sched.h>
-#include <signal.h>
 #include <time.h>
-#include <unistd.h>
 
 #include <cstdint>
 #include <cstdio>
@@ -22,7 +19,7 @@ typedef int (*ProgramFunction)(AtenTensorHandle*, char*, size_t);
 struct Program {
   ProgramFunction run;
   AtenTensorHandle* buffers;
-  int64_t threads;  // more than this many do not pay
+  int64_t parallel;  // whether more than one thread pays
 };
 
 struct Copy {       // between a session buffer and memory of the caller
@@ -160,34 +157,26 @@ static void leave_worker_core() {
   sched_setaffinity(0, sizeof(before), &before);
 }
 
-// Threads that wait for work sleep after microseconds instead of milliseconds, so that they take no core from others, nor from
-// each other. The OpenMP library of GNU waits that way as soon as a process has more threads than there are cores. So it gets some
-// more: they belong to a thread that sleeps for ever, and are never used. Signals are not for them.
-static void* crowd(void* count) {
-#pragma omp parallel num_threads((int)(intptr_t)count)
-  { __asm__ volatile("" ::: "memory"); }
-  for (;;) pause();
-  return nullptr;
-}
+// MKL's own setting of threads for the calling thread; null where BLAS is another library.
+extern "C" __attribute__((weak)) int MKL_Set_Num_Threads_Local(int);
 
-EXPORT int tilework_wait_asleep(int32_t cores) {
-  sigset_t all, before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  pthread_t thread;
-  const int failed = pthread_create(&thread, nullptr, crowd, (void*)(intptr_t)cores);
-  if (!failed) pthread_detach(thread);
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
-  return failed;
-}
-
-// Runs a program with as many threads as pay for it, of those that the caller allows.
-static inline int run(const Program& program, int allowed, char* error, size_t size) {
-  if (program.threads < allowed) omp_set_num_threads((int)program.threads);
-  const int failed = program.run(program.buffers, error, size);
-  if (program.threads < allowed) omp_set_num_threads(allowed);
-  return failed;
-}
+// As many threads as pay, for a whole call: one, or all that the caller allows. Never some of them: the OpenMP library ends threads
+// that a smaller team leaves over, and to make them anew for the next one takes longer than most steps.
+struct Threads {
+  const int allowed;
+  int before = 0;
+  bool one;
+  explicit Threads(bool parallel) : allowed(omp_get_max_threads()), one(!parallel && allowed > 1) {
+    if (!one) return;
+    omp_set_num_threads(1);
+    if (MKL_Set_Num_Threads_Local) before = MKL_Set_Num_Threads_Local(1);
+  }
+  ~Threads() {
+    if (!one) return;
+    omp_set_num_threads(allowed);
+    if (MKL_Set_Num_Threads_Local) MKL_Set_Num_Threads_Local(before);
+  }
+};
 
 // The page: what this process is doing, for everybody to see (tiles/page.py has its layout). Two clock readings a step.
 // A slot is one session's, which makes one call at a time. The record is the process's: all of its threads write there, those of
@@ -279,7 +268,7 @@ EXPORT int tilework_call(Call* call, char** addresses, char* error, size_t size)
   call->steps_done = 0;
   int64_t at = 0;
   const int64_t total = call->num_steps * call->num_micro_batches;
-  const int allowed = omp_get_max_threads();
+  Threads threads(call->micro.parallel || (call->update.run && call->update.parallel));
   for (int64_t step = 0; step < call->num_steps; ++step) {
     const uint64_t drawn = call->random ? call->random->counter : 0;
     for (int64_t i = 0; i < call->num_restored; ++i) {
@@ -301,7 +290,7 @@ EXPORT int tilework_call(Call* call, char** addresses, char* error, size_t size)
       }
       if (call->random) *call->random->seed = next_seed(call->random);
       enter(kExec);
-      if (run(call->micro, allowed, error, size)) return 1;
+      if (call->micro.run(call->micro.buffers, error, size)) return 1;
       enter(kArguments);
       metered.loss = call->shown_loss;
       for (int64_t i = 0; i < call->num_outputs; ++i)
@@ -311,7 +300,7 @@ EXPORT int tilework_call(Call* call, char** addresses, char* error, size_t size)
     }
     if (call->update.run) {
       enter(kExec);
-      if (run(call->update, allowed, error, size)) return 1;
+      if (call->update.run(call->update.buffers, error, size)) return 1;
       enter(kArguments);
     }
     call->steps_done = step + 1;

@@ -31,5 +31,5 @@ def in_one_call(session: Session, given: Sequence[Tensor], iterations: int) -> C
     size = sum(a.type.type().num_bytes for a in s.inputs) * s.num_micro_batches
     if s.batch_dim != 0 or not s.losses or size * iterations > MOST_BYTES:
         return None
-    many = [g.repeat(iterations, *[1] * (g.dim() - 1)) for g in given]
+    many = [g.repeat(iterations, *[1] * (g.dim() - 1)) if g.dim() else g for g in given]
     return lambda: session.run(*many, num_steps=iterations, outputs="loss")

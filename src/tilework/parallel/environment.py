@@ -6,10 +6,14 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# In this order: whoever started this very process comes before what it runs inside of.
-_RANK = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
-_SIZE = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
-_LOCAL = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+# (rank, size, rank on this node) as each launcher names them; whoever started this very process comes before what it runs inside
+# of. Slurm's are those of a step: in a batch script that calls no srun there is one process, whatever was allocated.
+_LAUNCHERS = (
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
+)
 
 
 @dataclass(frozen=True)
@@ -21,9 +25,8 @@ class Launched:
 
 def launched(environment: Mapping[str, str] = os.environ) -> Launched:
     """Rank 0 of 1 where nobody launched anything."""
-
-    def number(names: tuple[str, ...], default: int) -> int:
-        return next((int(environment[n]) for n in names if environment.get(n, "").isdigit()), default)
-
-    rank = number(_RANK, 0)
-    return Launched(rank, number(_SIZE, 1), number(_LOCAL, rank))
+    for names in _LAUNCHERS:
+        rank, size, local = (environment.get(n, "") for n in names)
+        if rank.isdigit() and size.isdigit():
+            return Launched(int(rank), int(size), int(local) if local.isdigit() else int(rank))
+    return Launched(0, 1, 0)

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 from ..artifact.graph import VIEWS, Graph, Node, Ref, TensorType
 
-# LeNet's step at batch 1 (2.5 Mflop) is worth two or three threads: 77 us with 2 of them, 125 with 16.
-_FLOPS_A_THREAD = 1 << 20
-_BYTES_A_THREAD = 1 << 19
+# Below these a second thread does not pay: waking it takes microseconds, and waiting for it much longer where others want its
+# core. LeNet's step at batch 1 (2.7 Mflop, 1.6 MB) takes 58 us with one thread and 80 with two; 784-512-256-10 at batch 1
+# (3.2 Mflop, 9 MB) 68 and 56; LeNet at batch 64 (147 Mflop) 2.7 ms and 1.6. On 2 cores; LeNet at batch 1 takes 125 us with 16.
+_PARALLEL_FLOPS = 8 << 20
+_PARALLEL_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -19,9 +21,9 @@ class Cost:
     temporary_bytes: int  # peak of live intermediate results, before fusion: an upper bound
 
     @property
-    def threads(self) -> int:
-        """How many threads may pay: each must have something to compute, or memory to go through, for tens of microseconds."""
-        return max(1, self.flops // _FLOPS_A_THREAD, (self.bytes + self.temporary_bytes) // _BYTES_A_THREAD)
+    def parallel(self) -> bool:
+        """Whether more than one thread pays."""
+        return self.flops >= _PARALLEL_FLOPS or self.bytes + self.temporary_bytes >= _PARALLEL_BYTES
 
 
 def cost_of(graph: Graph) -> Cost:

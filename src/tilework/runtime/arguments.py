@@ -54,16 +54,21 @@ def _check_names(value: dict[str, Any], structure: Structure) -> None:
         raise UserError("input-names", "the inputs have other names than were compiled:\n    " + "\n    ".join(problems))
 
 
+def in_order(args: tuple[Any, ...], structure: Structure) -> tuple[Any, ...]:
+    """The arguments of a call, with all dicts in the order of keys that they were compiled with."""
+    if len(args) == 1 and isinstance(args[0], dict):
+        return (_reorder(args[0], structure[1]),)
+    if len(args) == 2 and isinstance(args[0], (dict, tuple, list)):
+        return (_reorder(args[0], structure[1]), _reorder(args[1], structure[2]))
+    return tuple(_reorder(a, s) for a, s in zip(args, structure[1][1:], strict=False)) + args[len(structure[1]) - 1 :]
+
+
 def flat_inputs(args: tuple[Any, ...], expected: list[Argument], structure: Structure) -> list[Tensor]:
     """The input tensors in order. `args` may be nested as at compile time, or flat."""
     if args and isinstance(args[0], dict):
         _check_names(args[0], structure[1])
-    if len(args) == 1 and isinstance(args[0], dict):
-        args = (_reorder(args[0], structure[1]),)
-    elif len(args) == 2 and isinstance(args[0], (dict, tuple, list)):
-        args = (_reorder(args[0], structure[1]), _reorder(args[1], structure[2]))
-    elif args:
-        args = tuple(_reorder(a, s) for a, s in zip(args, structure[1][1:], strict=False)) + args[len(structure[1]) - 1 :]
+    if args:
+        args = in_order(args, structure)
     leaves, given = flatten(args, _is_leaf)
     fixed, values = _constants(["tuple", *structure[1:]]), _constants(given)
     if len(values) == len(fixed) and values != fixed:

@@ -13,7 +13,7 @@ from ..artifact.names import SUMMED, WEIGHTS, Kind, is_kind
 from ..artifact.structure import flatten
 from ..errors import UserError
 from ..tiles.page import Slot
-from .arguments import InputPlan
+from .arguments import InputPlan, in_order
 from .devices import Bound, Call, Device, Metered, Taken
 from .results import OutputPlan
 
@@ -53,7 +53,7 @@ class Calls:
         """Whether tensors of these shapes are this signature's."""
         plan = self.inputs_of(role, num_steps)
         if len(inputs) != plan.num_inputs or not all(hasattr(v, "shape") for v in inputs):
-            inputs = flatten(tuple(inputs), lambda v: hasattr(v, "shape"))[0]
+            inputs = flatten(in_order(tuple(inputs), plan.structure), lambda v: hasattr(v, "shape"))[0]
         return len(inputs) == plan.num_inputs and all(
             tuple(v.shape) == tuple(shape) for v, shape in zip(inputs, plan.shapes, strict=True)
         )
@@ -146,7 +146,7 @@ class Calls:
             if not self.signature.losses and "bwd" in have:
                 raise UserError("run-loss", "this artifact has no loss of its own: it is computed on the host",
                                 fix="run sections=['fwd'], then sections=['bwd', 'opt'] with out_grads=")  # fmt: skip
-        unknown = [s for s in sections if s not in have]
+        unknown = [s for s in sections if s not in have] or ([] if sections else [""])
         if unknown:
             raise UserError("run-section", f"no section {unknown[0]!r} in this artifact",
                             found=", ".join(map(str, sections)), expected=", ".join(have) or "infer() only")  # fmt: skip

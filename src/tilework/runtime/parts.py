@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..artifact.manifest import Argument, Signature
 from ..artifact.names import SUMMED, Kind
+from ..errors import UserError, did_you_mean
 from .arguments import flat_inputs
 from .calls import Calls
 from .results import OutputPlan, Result
@@ -29,7 +30,7 @@ class Parts:
         # Copies: the caller may fill his own memory with the next batch before he asks for the backward pass.
         self.inputs = tuple(t.detach().clone() for t in flat_inputs(inputs, plan.expected, plan.structure))
         self._random = calls.device.random_state()
-        self._buffers = memory.read_all(Kind.BUFFER)
+        self._changing = memory.read_all(Kind.BUFFER, Kind.CONST)  # by forward, perhaps
         self._totals: dict[str, Tensor] = {}
 
     @contextmanager
@@ -40,10 +41,15 @@ class Parts:
             return
         after = self.calls.device.random_state()
         self.calls.device.seed(*self._random)
-        for name, value in self._buffers.items():
+        left = {name: self._memory.read(name) for name in self._changing}
+        for name, value in self._changing.items():
             self._memory.write(name, value)
-        yield
-        self.calls.device.seed(*after)
+        try:
+            yield
+        finally:
+            for name, value in left.items():
+                self._memory.write(name, value)
+            self.calls.device.seed(*after)
 
     def micro_batches(self) -> Iterator[tuple[Tensor, ...]]:
         s = self.calls.signature
@@ -75,6 +81,20 @@ def chunk(value: Tensor, i: int, s: Signature, argument: Argument) -> Tensor:
     if list(value.shape) == argument.type.shape or dim is None:
         return value
     return value.chunk(whole, dim)[i]
+
+
+def require_grads(grads: Mapping[str, Tensor], s: Signature) -> None:
+    """UserError that lists gradients of outputs which are none, or have another shape than those of the whole step."""
+    expected = {a.name: list(a.type.shape) for a in s.outputs}
+    for shape in expected.values():
+        if s.batch_dim is not None and len(shape) > s.batch_dim:
+            shape[s.batch_dim] *= s.num_micro_batches
+    problems = [f"{k}: not an output; {did_you_mean(k, expected)}" if k not in expected else
+                f"{k}: shape is {list(g.shape)}, expected {expected[k]}"
+                for k, g in grads.items() if k not in expected or list(g.shape) != expected[k]]  # fmt: skip
+    if problems:
+        raise UserError("run-out-grads", f"the gradients of outputs do not fit ({s.num_micro_batches} micro-batches):\n    "
+                        + "\n    ".join(problems))  # fmt: skip
 
 
 def grads_of_part(grads: Mapping[str, Tensor], i: int, s: Signature) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from .arguments import InputPlan
 from .calls import Calls, Prepared
 from .checks import broken_off, raise_failed
 from .devices import NotANumber
-from .parts import Parts, grads_of_part
+from .parts import Parts, grads_of_part, require_grads
 from .reducing import Reducer
 from .results import Result
 from .sync import Buffers
@@ -33,14 +33,15 @@ class Running:
         self._only = len(calls) == 1
         self.num_steps = 0
         self.kept_gradients: frozenset[str] = frozenset()  # that the last call left
-        self._ran_forward = self._beyond_loss = False
+        self._forward_of: Calls | None = None  # whose forward ran last, with what backward needs still there
+        self._beyond_loss = False
         self._parts: Parts | None = None  # the last forward alone, where it had several micro-batches
         for each in calls:
             self._default_out_grads(each)
 
     def forget_forward(self) -> None:
         """What it kept belongs to other weights by now."""
-        self._ran_forward, self._parts = False, None
+        self._forward_of, self._parts = None, None
 
     # ---- the fused step ----
 
@@ -96,8 +97,8 @@ class Running:
         schedule: Mapping[str, Tensor],
     ) -> Result:
         """Whole steps of one replica among several: gradients, their reduction, the update; again for each step."""
-        calls.need("opt")
-        if "accumulate" not in calls.programs:
+        update = "opt" in calls.programs
+        if "accumulate" not in calls.programs or (self.manifest.groups and not update):
             raise UserError("run-reduce", "this artifact's step cannot wait for the gradients of other replicas",
                             found="programs: " + ", ".join(calls.programs), fix="compile with num_replicas=2")  # fmt: skip
         plan, outputs, one = (
@@ -115,7 +116,8 @@ class Running:
                 raise self._explained(calls, e) from e
             self.kept_gradients = calls.gradients["accumulate"]
             self._reduce()
-            calls.section("opt")
+            if update:
+                calls.section("opt")
             self.num_steps += 1
         self.forget_forward()
         self.newest = calls
@@ -137,22 +139,25 @@ class Running:
         inputs: tuple[Any, ...],
         out_grads: OutGrads | None,
         outputs: str | Mapping[str, str],
+        *,
+        one_part: bool = False,
     ) -> Result:
+        """`one_part`: the inputs are those of a single micro-batch."""
         if inputs and "fwd" not in wanted:
             raise UserError("run-inputs", "inputs were given, but the section fwd, which takes them, is not run",
                             found=f"sections {sorted(wanted)}", fix="add 'fwd' to sections, or give no inputs")  # fmt: skip
         parts = self._parts if "fwd" not in wanted else None
-        if "fwd" in wanted and calls.signature.num_micro_batches > 1 and calls.takes(inputs, "accumulate", 1):
+        if "fwd" in wanted and not one_part and calls.signature.num_micro_batches > 1 and calls.takes(inputs, "accumulate", 1):
             parts = Parts(calls, self.memory, inputs)
         if parts is not None and "bwd" in wanted:
             result = self._parts_backward(parts, wanted, out_grads, outputs)
         else:
-            if out_grads is not None:
-                with self.page.during(COPY):
-                    self._set_out_grads(calls, out_grads)
             result = Result(None, [])
             if "fwd" in wanted:
                 result = self._forward(calls, inputs, outputs, parts)
+            if out_grads is not None:  # after a forward that may fail: they are for this backward alone
+                with self.page.during(COPY):
+                    self._set_out_grads(calls, out_grads)
             if "bwd" in wanted:
                 self._backward(calls, out_grads is not None)
         if "reduce" in wanted:
@@ -165,12 +170,12 @@ class Running:
         calls.need("fwd")
         several = calls.signature.num_micro_batches if parts is not None else 1
         result = self._call(calls, calls.prepare("fwd", 1, outputs, parts=several), inputs)
-        self._ran_forward, self._parts, self.newest = parts is None, parts, calls
+        self._forward_of, self._parts, self.newest = calls if parts is None else None, parts, calls
         return result
 
     def _backward(self, calls: Calls, given: bool) -> None:
         calls.need("bwd")
-        if not self._ran_forward:
+        if self._forward_of is not calls:
             raise UserError("run-order", "bwd needs what a fwd just before it has kept", found="no fwd before this bwd",
                             fix="run sections=['fwd'] first, or ['fwd', 'bwd', ...] together")  # fmt: skip
         if not given and not calls.signature.losses:
@@ -191,16 +196,19 @@ class Running:
                 result = self._call(calls, calls.gradients_of_step(outputs), parts.inputs)
         else:
             grads = {Buffer(b).name: g for b, g in calls.out_grads(out_grads).items()}
+            require_grads(grads, calls.signature)
             results = []
             with parts.repeated(again):
                 for i, inputs in enumerate(parts.micro_batches()):
                     own = grads_of_part(grads, i, calls.signature)
-                    results.append(self.sections(calls, {"fwd", "bwd"}, inputs, own, outputs))
+                    results.append(self.sections(calls, {"fwd", "bwd"}, inputs, own, outputs, one_part=True))
                     parts.add_gradients()
                 parts.put_gradients()
             result = parts.joined(results, outputs)
-        self.kept_gradients = calls.gradients["accumulate" if out_grads is None else "bwd"]
-        self._ran_forward, self._parts, self.newest = False, parts, calls
+        # Those of inputs are the last micro-batch's alone, and so are not kept.
+        kept = calls.gradients["accumulate" if out_grads is None else "bwd"]
+        self.kept_gradients = frozenset(b for b in kept if is_kind(b, Kind.GRAD))
+        self._forward_of, self._parts, self.newest = None, parts, calls
         return Result(None, []) if again else result
 
     def _update(self, calls: Calls) -> None:

@@ -9,6 +9,7 @@ session.to_host(model)               # only now does the host's model change
 from __future__ import annotations
 
 import builtins
+import operator
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -139,10 +140,13 @@ class Session:
         for full, value in resolve(self.manifest, values, None).items():
             self.memory.fill(Kind.HYPER.of(full), value)
 
-    def follow(self, *optimizers: torch.optim.Optimizer, but: Iterable[str] = ()) -> None:
+    def follow(self, *optimizers: torch.optim.Optimizer, but: str | Iterable[str] = ()) -> None:
         """Take hyperparameters from these host optimizers before each call: torch's LR schedulers then work as they are. Those
         that `but` names stay as they were set."""
-        self._followed, self._but, self._seen = list(optimizers), frozenset(but), {}
+        names = [but] if isinstance(but, str) else list(but)
+        kept = frozenset(resolve(self.manifest, dict.fromkeys(names, 0.0), None))
+        if kept != self._but or len(optimizers) != len(self._followed) or any(map(operator.is_not, optimizers, self._followed)):
+            self._followed, self._but, self._seen = list(optimizers), kept, {}
         for optimizer in optimizers:  # the scheduler's check that optimizer.step() comes first: our steps count
             optimizer._opt_called = True  # type: ignore[attr-defined]
 
@@ -150,7 +154,7 @@ class Session:
         now = sync.hyper_of(self.manifest, self._followed)
         if now != self._seen:
             self._seen = now
-            self._set({k: v for k, v in now.items() if k.rsplit(".", 1)[-1] not in self._but})
+            self._set({k: v for k, v in now.items() if k not in self._but})
 
     # ---- replicas ----
 
@@ -243,11 +247,11 @@ class Session:
         wanted: builtins.set[str] = set()
         if not (sections is None and fused and calls.signature.losses):
             wanted = calls.wanted(sections)
-        whole = fused and wanted - {"reduce"} in (set(), set(calls.sections) - {"reduce"})
+        whole = fused and (not wanted or wanted >= set(calls.sections) - {"reduce"})
         if "opt" in wanted or whole:
             self._advise()
-        if self._running.reducer is not None and "opt" in calls.programs:
-            if whole and (sections is None or "accumulate" in calls.programs):
+        if self._running.reducer is not None:  # sections that are named do what they say, and no more
+            if whole and (sections is None or ("reduce" in wanted and "accumulate" in calls.programs)):
                 return self._running.reduced(calls, inputs, num_steps, outputs, schedule)
         elif whole:
             assert calls.fused is not None

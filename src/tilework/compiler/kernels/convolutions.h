@@ -24,7 +24,7 @@ struct Conv {
   constexpr int64_t work() const { return n * o * places() * depth(); }
 };
 
-// Below this many multiplications a convolution stays on the calling thread; above it, each thread gets half as many at least.
+// Below this many multiplications a convolution stays on the calling thread.
 constexpr int64_t kSerialConv = 1 << 21;
 
 // h x w values into the middle of a wide plane; everything else becomes zero.
@@ -210,7 +210,7 @@ static inline void weight_wide(const float* grad, const float* x, float* out) {
           widen<v>(from, v.oh, v.ow, 0, 0, grads + o * step + n * v.plane());
       }
     }
-#pragma omp parallel for num_threads(workers(v.work(), kSerialConv)) if (!omp_in_parallel()) schedule(static)
+#pragma omp parallel for if (v.work() >= kSerialConv && !omp_in_parallel()) schedule(static)
     for (int64_t c = 0; c < v.channels(); ++c) {
       if constexpr (by_outputs) {
         constexpr int kMost = kManyRegisters ? 5 : 3;
@@ -276,7 +276,7 @@ static inline void fold(const float* columns, float* image) {
 
 template <Conv v>
 static inline void small_conv(float* out, const float* x, const float* weight) {
-#pragma omp parallel for num_threads(workers(v.work(), kSerialConv)) if (v.n > 1) schedule(static)
+#pragma omp parallel for if (v.n > 1 && v.work() >= kSerialConv) schedule(static)
   for (int64_t n = 0; n < v.n; ++n) {
     if constexpr (v.sh == 1 && v.sw == 1) {
       forward_image<v>(x + n * v.c * v.h * v.w, weight, out + n * v.o * v.places());
@@ -294,7 +294,7 @@ static inline void small_conv(float* out, const float* x, const float* weight) {
 
 template <Conv v>
 static inline void small_conv_input_grad(float* out, const float* grad, const float* weight) {
-#pragma omp parallel for num_threads(workers(v.work(), kSerialConv)) if (v.n > 1) schedule(static)
+#pragma omp parallel for if (v.n > 1 && v.work() >= kSerialConv) schedule(static)
   for (int64_t n = 0; n < v.n; ++n) {
     if constexpr (v.sh == 1 && v.sw == 1) {
       input_image<v>(grad + n * v.o * v.places(), weight, out + n * v.c * v.h * v.w);
@@ -325,7 +325,7 @@ static inline void weight_groups(const float* grad, const float* x, float* out) 
   constexpr int64_t each = 8, groups = (v.n + each - 1) / each, size = v.o * v.depth();
   static thread_local Scratch room;
   float* parts = room.take(groups * size);
-#pragma omp parallel for num_threads(workers(v.work(), kSerialConv)) schedule(static)
+#pragma omp parallel for if (v.work() >= kSerialConv) schedule(static)
   for (int64_t i = 0; i < groups; ++i) {
     const float *g = grad + i * each * v.o * v.places(), *images = x + i * each * v.c * v.h * v.w;
     if (i + 1 < groups || v.n % each == 0)

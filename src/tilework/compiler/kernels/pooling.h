@@ -86,7 +86,7 @@ static inline void pool_row_grad(const float* a, const float* b, const float* to
 static inline void max_pool(float* out, const float* x, int64_t planes, int64_t h, int64_t w, int64_t oh, int64_t ow, int64_t kh,
                             int64_t kw, int64_t sh, int64_t sw, int64_t ph, int64_t pw) {
   const Pool v{planes, h, w, oh, ow, kh, kw, sh, sw, ph, pw};
-#pragma omp parallel for num_threads(workers(planes * h * w, kSerialPool)) schedule(static)
+#pragma omp parallel for if (planes * h * w >= kSerialPool) schedule(static)
   for (int64_t p = 0; p < planes; ++p)
     for (int64_t y = 0; y < oh; ++y) {
       float* to = out + (p * oh + y) * ow;
@@ -116,7 +116,7 @@ static inline void max_pool_grad(float* out, const float* grad, const float* x, 
                                  int64_t pw) {
   const Pool v{planes, h, w, oh, ow, kh, kw, sh, sw, ph, pw};
   const bool whole = v.halves() && h == 2 * oh && w == 2 * ow;  // every element belongs to a window
-#pragma omp parallel for num_threads(workers(planes * h * w, kSerialPool)) schedule(static)
+#pragma omp parallel for if (planes * h * w >= kSerialPool) schedule(static)
   for (int64_t p = 0; p < planes; ++p) {
     if (!whole) memset(out + p * h * w, 0, h * w * sizeof(float));
     for (int64_t y = 0; y < oh; ++y) {
@@ -145,7 +145,7 @@ static inline void max_pool_grad(float* out, const float* grad, const float* x, 
 
 template <class F>
 static inline void windows(int64_t n, int64_t oh, int64_t ow, int64_t work, F f) {
-#pragma omp parallel for num_threads(workers(work, kSerialPool)) schedule(static)
+#pragma omp parallel for if (work >= kSerialPool) schedule(static)
   for (int64_t row = 0; row < n * oh; ++row)
     for (int64_t x = 0; x < ow; ++x) f(row / oh, row % oh, x);
 }

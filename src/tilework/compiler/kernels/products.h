@@ -26,11 +26,10 @@ struct Matrix {  // rows x columns; `transposed`: columns lie one after the othe
 static inline void gemm(const Matrix& a, const Matrix& b, float* out, int64_t out_leading, float alpha, float beta) {
   int m = b.columns, n = a.rows, k = a.columns;
   int lda = a.leading, ldb = b.leading, ldc = out_leading;
-  const int threads = workers((int64_t)m * n * k, kSerialProduct);
-  const bool fewer = MKL_Set_Num_Threads_Local && threads < omp_get_max_threads() && !omp_in_parallel();
-  const int before = fewer ? MKL_Set_Num_Threads_Local(threads) : 0;
+  const bool alone = MKL_Set_Num_Threads_Local && (int64_t)m * n * k < kSerialProduct;
+  const int before = alone ? MKL_Set_Num_Threads_Local(1) : 0;
   sgemm_(b.transposed ? "T" : "N", a.transposed ? "T" : "N", &m, &n, &k, &alpha, b.data, &ldb, a.data, &lda, &beta, out, &ldc);
-  if (fewer) MKL_Set_Num_Threads_Local(before);
+  if (alone) MKL_Set_Num_Threads_Local(before);
 }
 
 // total[0..COUNT) = lanes of the dot products of x[k] with COUNT rows, which are `leading` apart; what k leaves over is not in it
@@ -88,13 +87,13 @@ static inline void weighted(const float* x, const float* rows, int64_t leading, 
 // Each output is summed in one order, whatever the number of threads.
 static inline void vector_product(float* out, const float* x, const float* matrix, int64_t k, int64_t n, int64_t leading, bool by_rows) {
   constexpr int64_t L = kLanes, kBlock = 4 * L;
-  const int threads = workers(k * n, kSerialVector);
+  const bool parallel = k * n >= kSerialVector;
   if (by_rows) {
-#pragma omp parallel for num_threads(threads) schedule(static)
+#pragma omp parallel for if (parallel) schedule(static)
     for (int64_t r = 0; r < n; r += kLanes) dot_rows(x, matrix + r * leading, leading, k, std::min(kLanes, n - r), out + r);
     return;
   }
-#pragma omp parallel for num_threads(threads) schedule(static)
+#pragma omp parallel for if (parallel) schedule(static)
   for (int64_t block = 0; block < (n + kBlock - 1) / kBlock; ++block) {
     int64_t c = block * kBlock;
     if (c + kBlock <= n) {
@@ -126,9 +125,8 @@ static inline void update_by_product(float* weight, const float* a, const float*
 static inline void batch_product(float* out, const float* a, const float* b, int64_t count, int64_t m, int64_t k, int64_t n,
                                  int64_t a_step, int64_t a_leading, bool a_transposed, int64_t b_step, int64_t b_leading,
                                  bool b_transposed) {
-  const int threads = count > 1 && MKL_Set_Num_Threads_Local ? workers(count * m * k * n, kSerialProduct) : 1;
-  const bool parallel = threads > 1;
-#pragma omp parallel for num_threads(threads) if (parallel) schedule(static)
+  const bool parallel = count > 1 && count * m * k * n >= kSerialProduct && MKL_Set_Num_Threads_Local;
+#pragma omp parallel for if (parallel) schedule(static)
   for (int64_t i = 0; i < count; ++i) {
     // Within the loop every thread has products of its own; MKL must not divide them further.
     const int before = parallel ? MKL_Set_Num_Threads_Local(1) : 0;

@@ -1,7 +1,5 @@
 // Vectors of floats, as wide as the machine has them. The generated loops use torch's; these are for our own kernels.
 #pragma once
-#include <omp.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
@@ -98,12 +96,6 @@ static std::atomic<const char*> failure{nullptr};
 
 static inline void check() {
   if (const char* what = failure.exchange(nullptr)) throw std::runtime_error(what);
-}
-
-// How many threads some work is worth: one below `serial`, and above it no more than get half of that each. Waking a thread costs
-// microseconds, and very much more where it has to wait for a core.
-static inline int workers(int64_t work, int64_t serial) {
-  return work < serial ? 1 : (int)std::min<int64_t>(omp_get_max_threads(), work / (serial / 2));
 }
 
 }  // namespace tilework

@@ -33,7 +33,7 @@ _ENTER = ctypes.PYFUNCTYPE(c_int64, c_void_p, c_void_p, c_int64)  # too short to
 
 
 class _Program(Structure):
-    _fields_ = (("run", c_void_p), ("buffers", POINTER(c_void_p)), ("threads", c_int64))
+    _fields_ = (("run", c_void_p), ("buffers", POINTER(c_void_p)), ("parallel", c_int64))
 
 
 class _Copy(Structure):
@@ -99,17 +99,6 @@ def _check_layout(driver: ctypes.CDLL, path: Path) -> None:
         )  # fmt: skip
 
 
-_asleep = False  # whether it was asked for in this process
-
-
-def _wait_asleep(driver: ctypes.CDLL) -> None:
-    """Threads that wait for work sleep soon. Once a process, and not where the user has said how threads wait."""
-    global _asleep
-    if not _asleep and not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(os.environ):
-        _asleep = True
-        driver.tilework_wait_asleep(max(2, os.cpu_count() or 2))
-
-
 _METERED: weakref.WeakSet[Device] = weakref.WeakSet()
 
 
@@ -151,7 +140,6 @@ class Device:
         self.driver.tilework_free.argtypes = [c_void_p]
         self.driver.tilework_call.argtypes = [c_void_p, c_void_p, c_void_p, c_size_t]
         self.driver.tilework_call.restype = c_int
-        _wait_asleep(self.driver)
         self._pin()
         self.error = ctypes.create_string_buffer(_ERROR_SIZE)
         seed = buffers[SEED].data_ptr() if SEED in buffers else None  # none: no program draws random numbers
@@ -173,7 +161,7 @@ class Device:
             if abi != program.abi:
                 raise BugError("native-abi", f"{artifact.path}: the native code of {name} was made for other buffers")
             handles = (c_void_p * len(program.buffers))(*[self._handle(b) for b in program.buffers])
-            self.programs[name] = _Program(ctypes.cast(library[f"tilework_run_{name}"], c_void_p), handles, program.threads)
+            self.programs[name] = _Program(ctypes.cast(library[f"tilework_run_{name}"], c_void_p), handles, program.parallel)
             self._release.append(library[f"tilework_release_{name}"])
             self._keep.append(handles)
 
