@@ -176,3 +176,67 @@ def test_a_step_that_cannot_wait(tmp_path: Path) -> None:
     assert e.value.id == "run-reduce" and "num_replicas" in e.value.fix
     session.run(*data(1)[0], sections=["fwd", "bwd", "reduce", "opt"])  # one by one it can
     assert session.num_steps == 1
+
+
+def test_no_step_passes_a_reducer_over(tmp_path: Path) -> None:
+    """Also where the artifact has nothing but the fused step."""
+    session = compiled(tmp_path / "m.pef", "reference", programs="fused")
+    session.reduce_with(Mean(1).of(0))
+    with pytest.raises(UserError, match="other replicas"):
+        session.run(*data(1)[0])
+
+
+def test_sections_do_what_they_say(tmp_path: Path) -> None:
+    session, reducer = compiled(tmp_path / "m.pef", "reference", num_replicas=2), Mean(1).of(0)
+    session.reduce_with(reducer)
+    x, y = data(1)[0]
+    session.run(x, y, sections=["fwd", "bwd"])
+    assert type(reducer).calls == 0
+    session.run(sections=["reduce"])
+    assert type(reducer).calls == 1 and session.num_steps == 0
+    session.run(sections=["opt"])
+    assert session.num_steps == 1
+    session.run(x, y, sections=["fwd", "bwd", "opt"])
+    assert type(reducer).calls == 1
+    session.run(x, y)
+    assert type(reducer).calls == 2 and session.num_steps == 3
+    with pytest.raises(UserError, match="no section"):
+        session.run(x, y, sections=[])
+
+
+def test_gradients_of_outputs_that_do_not_fit(tmp_path: Path) -> None:
+    session = compiled(tmp_path / "m.pef", "reference", micro=MICRO)
+    x, y = data(1)[0]
+    for wrong, text in (({"outputt": torch.ones(ROWS, 4)}, "did you mean"), ({"output": torch.ones(2, 4)}, "expected [8, 4]")):
+        session.run(x, y, sections=["fwd"])
+        before = session.random_state()
+        with pytest.raises(UserError) as e:
+            session.run(sections=["bwd"], out_grads=wrong)
+        assert e.value.id == "run-out-grads" and text in str(e.value) and session.random_state() == before
+
+
+def test_backward_belongs_to_its_forward(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Plain()
+    step = tilework.Step(model=model, inputs=(torch.randn(ROWS, 6),), targets=(torch.randint(0, 4, (ROWS,)),),
+                         loss=nn.functional.cross_entropy, optimizer=torch.optim.SGD(model.parameters(), 0.1))  # fmt: skip
+    tilework.compile(step, tmp_path / "m.pef", options=tilework.Options(device="reference"), batch_sizes=[ROWS, 3])
+    session = tilework.load(tmp_path / "m.pef")
+    x, y = data(1)[0]
+    session.run(x[:3], y[:3], sections=["fwd"])
+    with pytest.raises(UserError, match="needs what a fwd"):
+        session.run(sections=["bwd"], signature=str(ROWS))
+
+
+def test_follow_but(tmp_path: Path) -> None:
+    session = compiled(tmp_path / "m.pef", "reference")
+    own = torch.optim.Adam(Net().parameters(), 0.5)
+    session.set(lr=0.125)
+    session.follow(own, but="lr")
+    session.run(*data(1)[0])
+    assert session.hyper["opt0.g0.lr"] == 0.125
+    session.follow(own)
+    session.run(*data(1)[0])
+    assert session.hyper["opt0.g0.lr"] == 0.5
+    with pytest.raises(UserError, match="learning_rate"):
+        session.follow(own, but=["learning_rate"])

@@ -205,3 +205,33 @@ def test_replicas_draw_numbers_of_their_own(tmp_path: Path) -> None:
 
     assert torch.equal(drawn(seed=3), drawn(seed=3, rank=0)) and torch.equal(drawn(seed=3, rank=2), drawn(seed=3, rank=2))
     assert not torch.equal(drawn(seed=3, rank=1), drawn(seed=3)) and not torch.equal(drawn(seed=3, rank=1), drawn(seed=3, rank=2))
+
+
+def test_an_optimizer_that_has_made_steps(tmp_path: Path) -> None:
+    step, model, optimizer = made()
+    model(torch.randn(ROWS, 6)).sum().backward()
+    optimizer.step()
+    tilework.compile(step, tmp_path / "m.pef", options=tilework.Options(device="reference"), weights="inside",
+                     batch_sizes=[ROWS, LAST], infer_batch_sizes=[LAST, 1])  # fmt: skip
+    session = tilework.load(tmp_path / "m.pef")
+    assert [s.name for s in session.manifest.signatures] == [str(ROWS), str(LAST), "infer_1"]
+    assert int(session.memory.read("state/opt0.g0/step")) == 1
+
+
+def test_keywords_in_any_order(tmp_path: Path) -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(6, 3)
+
+        def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+            return (self.a(x) * scale).square().mean()
+
+    model = Two()
+    batch = {"x": torch.randn(4, 6), "scale": torch.randn(4, 3)}
+    step = tilework.Step(model=model, inputs=batch, optimizer=torch.optim.SGD(model.parameters(), 0.1))
+    tilework.compile(step, tmp_path / "m.pef", options=tilework.Options(device="reference"), batch_sizes=[4, 2])
+    session = tilework.load(tmp_path / "m.pef")
+    small = {"scale": batch["scale"][:2], "x": batch["x"][:2]}
+    expected = float(model(small["x"], small["scale"]))
+    assert float(session.run(**small).loss) == pytest.approx(expected, rel=1e-5)
