@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tilework
 from parity import batches
 from tilework.runtime.devices import Call
-from tilework.zoo.lenet import build
 
 
 class Counter(TorchDispatchMode):
@@ -135,40 +131,3 @@ def test_sessions_do_not_leak(session_of, artifact) -> None:
             pass
     assert len(os.listdir("/proc/self/fd")) == before
     assert time.perf_counter() - begin < 20
-
-
-def test_threads_that_wait_asleep_come_and_go(tmp_path: Path) -> None:
-    """The driver's own threads, which make the others sleep: there while they are wanted, and gone afterwards."""
-    code = """
-import os, sys, time
-import torch, tilework
-session = tilework.load(sys.argv[1], num_threads=2)
-x = torch.randn(64, 1, 28, 28), torch.randint(0, 10, (64,))
-driver = session._device.driver
-
-def count():
-    return len(os.listdir("/proc/self/task"))
-
-def until(wanted):
-    for _ in range(600):
-        if count() == wanted:
-            return
-        time.sleep(0.05)
-    sys.exit(f"{count()} threads, not {wanted}")
-
-losses = [float(session.run(*x).loss)]
-before = count()
-size = max(2, len(os.sched_getaffinity(0)))
-for _ in range(3):
-    driver.tilework_set_crowd(1)
-    until(before + size)
-    losses.append(float(session.run(*x).loss))
-    driver.tilework_set_crowd(0)
-    until(before)
-    losses.append(float(session.run(*x).loss))
-print(all(b < a for a, b in zip(losses, losses[1:])))
-"""
-    tilework.compile(build(batch_size=64), tmp_path / "m.pef", options=tilework.Options(programs="fused", opt_level=1))
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "m.pef")], capture_output=True, text=True, timeout=300,
-                          env={**os.environ, "TILEWORK_LEASE": "0"})  # fmt: skip
-    assert done.returncode == 0 and done.stdout.strip() == "True", done

@@ -3,10 +3,7 @@
 // It owns nothing. Buffers belong to the session; handles are made once, when the session starts, and borrowed by the
 // programs. A step takes its inputs and hyperparameters to their buffers, runs its programs, and gives its outputs away.
 #include <omp.h>
-#include <pthread.h>
 #include <sched.h>
-#include <signal.h>
-#include <sys/resource.h>
 #include <time.h>
 
 #include <cstdint>
@@ -22,7 +19,7 @@ typedef int (*ProgramFunction)(AtenTensorHandle*, char*, size_t);
 struct Program {
   ProgramFunction run;
   AtenTensorHandle* buffers;
-  int64_t parallel;  // 0: one thread is best; 1: all; 2: all, and its loops are long enough for threads that sleep between them
+  int64_t parallel;  // whether more than one thread pays
 };
 
 struct Copy {       // between a session buffer and memory of the caller
@@ -181,80 +178,6 @@ struct Threads {
   }
 };
 
-// Threads that wait for work spin for milliseconds, which is fastest as long as nobody else wants the cores, and slow for everybody
-// where somebody does. The OpenMP library of GNU lets them sleep after microseconds as soon as a process has more threads than there
-// are cores. So while others want our cores it gets some more: they belong to a thread that sleeps, and are never used.
-struct Crowd {
-  pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
-  pthread_cond_t over = PTHREAD_COND_INITIALIZER;
-  bool there = false;
-  int wanted = 0;  // counted up: a crowd ends when it is no longer the wanted one
-};
-static Crowd crowd;
-static int crowd_size = 0;  // 0: the user has said how threads wait
-
-static void* stand(void* number) {
-#pragma omp parallel num_threads(crowd_size)
-  { __asm__ volatile("" ::: "memory"); }
-  pthread_mutex_lock(&crowd.mutex);
-  while (crowd.wanted == (int)(intptr_t)number) pthread_cond_wait(&crowd.over, &crowd.mutex);
-  pthread_mutex_unlock(&crowd.mutex);
-  return nullptr;
-}
-
-static void set_crowd(bool there) {
-  if (there == crowd.there) return;
-  pthread_mutex_lock(&crowd.mutex);
-  const int number = ++crowd.wanted;
-  pthread_cond_broadcast(&crowd.over);
-  pthread_mutex_unlock(&crowd.mutex);
-  if (there) {
-    sigset_t all, before;  // signals are for the user's threads
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    pthread_t thread;
-    if (pthread_create(&thread, nullptr, stand, (void*)(intptr_t)number) == 0) {
-      pthread_detach(thread);
-    } else {
-      there = false;
-    }
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
-  }
-  crowd.there = there;
-}
-
-// Whether others want our cores shows in how often threads of this process lose theirs: on 2 cores 0 to 1 times in 20 ms where nobody
-// does, 2.5 times with a busy neighbour on one core, 5 times with one on each.
-static int64_t looked = 0, lost = 0, again = 0, pause_for = 0;
-static int busy = 0;
-enum : int64_t { kMillisecond = 1000000, kLook = 40 * kMillisecond, kLongest = 2000 * kMillisecond };
-
-static void look_around() {
-  timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  const int64_t now = t.tv_sec * 1000000000ll + t.tv_nsec, elapsed = now - looked;
-  if (elapsed < kLook) return;
-  rusage usage;
-  getrusage(RUSAGE_SELF, &usage);
-  const int64_t count = usage.ru_nivcsw - lost;
-  looked = now;
-  lost = usage.ru_nivcsw;
-  if (elapsed > 10 * kLook) return;  // nothing has run meanwhile
-  if (crowd.there) {
-    if (now >= again) set_crowd(false), busy = 0;  // perhaps they have gone
-    return;
-  }
-  busy = count * 10 * kMillisecond >= elapsed ? busy + 1 : 0;
-  if (busy == 0 && now > again + kLongest) pause_for = 0;
-  if (busy < 2) return;
-  pause_for = pause_for ? (2 * pause_for < kLongest ? 2 * pause_for : kLongest) : 5 * kLook;
-  again = now + pause_for;
-  set_crowd(true);
-}
-
-EXPORT void tilework_crowd_size(int32_t size) { crowd_size = size; }
-EXPORT void tilework_set_crowd(int32_t there) { set_crowd(there); }  // for tests
-
 // The page: what this process is doing, for everybody to see (tiles/page.py has its layout). Two clock readings a step.
 // A slot is one session's, which makes one call at a time. The record is the process's: all of its threads write there, those of
 // other libraries like this one too, so a lock guards it. It is held for some 30 ns. Who finds it taken soon sleeps: its holder may
@@ -381,7 +304,6 @@ EXPORT int tilework_call(Call* call, char** addresses, char* error, size_t size)
       enter(kArguments);
     }
     call->steps_done = step + 1;
-    if (call->micro.parallel == 2 && crowd_size && threads.allowed > 1) look_around();
     if (slot) slot[kSteps] += call->counts;
   }
   return 0;

@@ -19,7 +19,6 @@ from pathlib import Path
 import torch
 
 from ...artifact.fingerprint import Part, machine_features, version
-from ...artifact.manifest import Program
 from ...artifact.names import SEED
 from ...artifact.reader import Artifact
 from ...errors import BugError, MachineError, UserError
@@ -28,7 +27,6 @@ from . import Call, Needs, NotANumber, inference_base
 from .host import HostMemory
 
 _NAN = 2
-_LONG_LOOPS = 32 << 20  # flops of a program whose threads may sleep between its loops: waking takes tens of microseconds
 _ERROR_SIZE = 1024
 _OPENED = itertools.count(1)
 _ENTER = ctypes.PYFUNCTYPE(c_int64, c_void_p, c_void_p, c_int64)  # too short to let other Python threads run
@@ -123,10 +121,6 @@ def _numbers(needs: Needs, name: str) -> list[int]:
     return [v for v in value if isinstance(v, int)] if isinstance(value, list) else []
 
 
-def _parallel(program: Program) -> int:
-    return int(program.parallel) + int(program.parallel and program.flops >= _LONG_LOOPS)
-
-
 class Device:
     replays, computes = False, True
 
@@ -146,8 +140,6 @@ class Device:
         self.driver.tilework_free.argtypes = [c_void_p]
         self.driver.tilework_call.argtypes = [c_void_p, c_void_p, c_void_p, c_size_t]
         self.driver.tilework_call.restype = c_int
-        if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(os.environ):  # else the user has said how threads wait
-            self.driver.tilework_crowd_size(max(2, len(os.sched_getaffinity(0))))
         self._pin()
         self.error = ctypes.create_string_buffer(_ERROR_SIZE)
         seed = buffers[SEED].data_ptr() if SEED in buffers else None  # none: no program draws random numbers
@@ -169,7 +161,7 @@ class Device:
             if abi != program.abi:
                 raise BugError("native-abi", f"{artifact.path}: the native code of {name} was made for other buffers")
             handles = (c_void_p * len(program.buffers))(*[self._handle(b) for b in program.buffers])
-            self.programs[name] = _Program(ctypes.cast(library[f"tilework_run_{name}"], c_void_p), handles, _parallel(program))
+            self.programs[name] = _Program(ctypes.cast(library[f"tilework_run_{name}"], c_void_p), handles, program.parallel)
             self._release.append(library[f"tilework_release_{name}"])
             self._keep.append(handles)
 
