@@ -221,16 +221,22 @@ print(json.dumps(found))
 
 def test_one_kind_of_work_moves_one_column(artifact: Path, run_folder: Path, tmp_path: Path) -> None:
     """Work of each kind for half a second, in a session with a lease: that column, and no other, has the time."""
-    done = subprocess.run([sys.executable, "-c", PROGRAM, str(artifact), json.dumps(ACTIONS)], cwd=tmp_path, text=True,
-                          capture_output=True, timeout=300)  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    for name, times in json.loads(done.stdout.splitlines()[-1]).items():
-        total = sum(times.values())
-        share = {c: 100 * t / total for c, t in times.items()}
-        name = name.split(":")[0]
-        others = max(v for c, v in share.items() if c not in (name, "idle"))
-        # Loading also moves the weights that are inside the file.
-        assert share[name] > (60 if name in ("load", "exec") else 75) and others < (30 if name == "load" else 10), (name, share)
+    wrong: dict[str, object] = {}
+    for _ in range(3):  # neighbours that take a core away for a while disturb a look: then another one counts
+        done = subprocess.run([sys.executable, "-c", PROGRAM, str(artifact), json.dumps(ACTIONS)], cwd=tmp_path, text=True,
+                              capture_output=True, timeout=300)  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        wrong = {}
+        for action, times in json.loads(done.stdout.splitlines()[-1]).items():
+            total, name = sum(times.values()), action.split(":")[0]
+            share = {c: 100 * t / total for c, t in times.items()}
+            others = max(v for c, v in share.items() if c not in (name, "idle"))
+            # Loading also moves the weights that are inside the file.
+            if share[name] <= (60 if name in ("load", "exec") else 75) or others >= (30 if name == "load" else 10):
+                wrong[action] = share
+        if not wrong:
+            break
+    assert not wrong, wrong
 
 
 BARRIER = """
