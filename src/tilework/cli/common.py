@@ -24,6 +24,13 @@ from .output import out as out
 from .output import print_json as print_json
 
 
+def devices(incomplete: str) -> list[str]:
+    """For the shell's completion of --device."""
+    from ..found import device_names
+
+    return [name for name in device_names() if name.startswith(incomplete)]
+
+
 @contextmanager
 def progress(quiet: bool) -> Iterator[Callable[[str], None]]:
     """A spinner with the current activity and the time it takes, on a terminal; a line for each activity otherwise."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -12,17 +12,15 @@ from ..errors import MachineError, UserError
 from .common import out, print_json
 
 NAME = "site"
-HELP = "Lay out the folders that a site's scripts expect, or take them away."
+HELP = "Create or remove the folders that a site's scripts expect."
 EXAMPLE = "Example: tilework site install --root /tmp/site"
 
 
 def command(
-    action: Annotated[str, typer.Argument(help="install or remove.")],
-    root: Annotated[Path, typer.Option(help="Below which folder.")] = Path("/"),
+    action: Annotated[Literal["install", "remove"], typer.Argument(help="What to do.")],
+    root: Annotated[Path, typer.Option(metavar="DIR", help="The folder to work below.")] = Path("/"),
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    if action not in ("install", "remove"):
-        raise UserError("site-action", f"no action {action!r}", expected="install or remove")
     done: dict[str, Any] = {}
     for point in entry_points(group="tilework.site"):
         site = point.load()
