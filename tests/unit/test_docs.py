@@ -100,6 +100,7 @@ def test_dependencies_have_a_reason() -> None:
         *project["dependencies"],
         *project["optional-dependencies"]["dev"],
         *project["optional-dependencies"]["plot"],
+        *project["optional-dependencies"]["docs"],
     ]:
         name = re.match(r"[\w-]+", requirement).group()
         assert re.search(rf"\b{name}\b", text), name
