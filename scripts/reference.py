@@ -28,8 +28,8 @@ ERRORS = ("TileworkError", "UserError", "MachineError", "BugError", "TileworkWar
 def cli_page() -> str:
     parts = [
         "# Commands",
-        "Every command has `--help`. `tilework --install-completion` installs completion for your shell. Commands that print results take "
-        "`--json`. `python -m tilework` is the same as `tilework`.",
+        "Every command has `--help`. `tilework --install-completion` installs completion for your shell.\n"
+        "Commands that print results take `--json`. `python -m tilework` is the same as `tilework`.",
         "| command | what it does |\n|---|---|\n"
         + "\n".join(f"| [`{verb}`](#tilework-{verb}) | {line} |" for verb, line in VERBS.items()),
         "Exit codes: 0 success, 1 a check failed, 2 a usage error, 3 a problem of the environment, 4 a bug in Tilework.",
