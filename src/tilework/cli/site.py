@@ -27,10 +27,10 @@ def command(
         try:
             done[point.name] = [str(p) for p in site.install(root)] if action == "install" else site.remove(root)
         except FileExistsError as e:
-            raise UserError("site-exists", f"{e}: this folder is not ours, so it is left alone",
+            raise UserError("site-exists", f"{e}: Tilework did not create this folder, so it is left alone",
                             fix="choose another --root, or move it away")from e  # fmt: skip
         except OSError as e:
-            raise MachineError("site-write", f"the site could not be changed below {root}", found=str(e),
+            raise MachineError("site-write", f"the site's folders could not be changed below {root}", found=str(e),
                                fix="choose a --root that you can write to, or run this as root") from e  # fmt: skip
     if json:
         print_json(done)

@@ -157,7 +157,7 @@ class Runner:
                 return [tensors[n] for n in names]
         unknown = sorted(set(tensors) - set(own))
         raise tilework.UserError(
-            "sambaflow-inputs", "the inputs have other names than were compiled",
+            "sambaflow-inputs", "the inputs have different names than at compile time",
             found=", ".join(tensors), expected=", ".join(own) + (f" (or {', '.join(map(str, named))})" if any(named) else ""),
             fix=did_you_mean(unknown[0], own) if unknown else "",
         )  # fmt: skip
