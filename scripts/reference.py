@@ -22,6 +22,7 @@ from tilework.cli.main import VERBS, app
 
 FUNCTIONS = ("compile", "load", "plan_step", "read_artifact", "settled")
 CLASSES = ("Step", "Options", "Session", "Result", "Loader", "Compiled", "Artifact")
+RETURNED = ("Session", "Result", "Compiled", "Artifact")  # users get them from functions and never make one
 ERRORS = ("TileworkError", "UserError", "MachineError", "BugError", "TileworkWarning")
 
 
@@ -90,7 +91,8 @@ def _first(value: Any) -> str:
 
 def _entry(name: str, value: Any, level: int = 3) -> Iterator[str]:
     yield f"{'#' * level} {name}"
-    yield f"```py\n{_signature(name, value)}\n```"
+    if name.removeprefix("tilework.") not in RETURNED:
+        yield f"```py\n{_signature(name, value)}\n```"
     text = inspect.getdoc(value) or ""
     if not inspect.isclass(value) or not text.startswith(
         f"{value.__name__}("

@@ -89,6 +89,10 @@ def test_the_annotated_tree_is_the_tree() -> None:
             assert f"  {room.name}/" in text, room.name
         elif room.suffix == ".py" and room.name != "__init__.py":
             assert room.name in text, room.name
+    tree = text[text.index("## The tree") :]
+    files = {p.name for folder in ("src", "frontends", "apps", "bench") for p in (ROOT / folder).rglob("*") if p.is_file()}
+    named = re.findall(r"[\w-]+\.(?:py|cpp|md)\b", tree)
+    assert len(named) > 80 and [n for n in named if n not in files and not (ROOT / n).exists() and n != "benchmark.md"] == []
 
 
 def test_dependencies_have_a_reason() -> None:

@@ -41,6 +41,8 @@ from .running import OutGrads, Running, no_gradients
 
 
 class Session:
+    """A loaded artifact, with its own copies of parameters, buffers and optimizer state. tilework.load makes it."""
+
     def __init__(
         self,
         artifact: Artifact,
@@ -179,18 +181,18 @@ class Session:
         signature: str | None = None,
         **named: Any,
     ) -> Result:
-        """Run sections, by default all of them, fused into one native call where that is possible.
+        """Run a training step: all sections, fused into one native call if possible, or the sections that are named.
 
         inputs      model inputs and then targets, nested as at compile time or flat, or by name: run(**batch). bwd and opt
                     alone need none.
-        sections    any of fwd, bwd, reduce, opt. ["fwd"] changes no weight; ["bwd", "opt"] go on from the last fwd.
-        out_grads   gradients of outputs, by name or position: the loss was computed on the host.
+        sections    any of fwd, bwd, reduce, opt. ["fwd"] changes no weight; ["bwd", "opt"] continue from the last fwd.
+        out_grads   gradients of outputs, by name or position, if the loss was computed on the host.
         hyper       hyperparameters to set first. An array gives each step of the call its own value; the last one stays.
         keep_gradients  run section by section, so that gradients() can be read afterwards.
         num_steps   this many optimizer steps in one call; the batch holds the inputs of all of them.
-        outputs     what to bring back of a call with several micro-batches: "all", "last", "sum", only the "loss", or
-                    {output name: all, last or sum}. Losses always come back, one a micro-batch.
-        signature   which one to run, by name; by default the one whose shapes the inputs have.
+        outputs     what a call with several micro-batches returns: "all", "last", "sum", only the "loss", or
+                    {output name: all, last or sum}. Losses are always returned, one per micro-batch.
+        signature   the signature to run, by name; by default the one with the shapes of the inputs.
         """
         if named:
             inputs = by_name(self.manifest.signature, inputs, named)
