@@ -137,7 +137,7 @@ class Runner:
             given = self._by_name(given)
         found = [g for g in (given if isinstance(given, (list, tuple)) else [given]) if g is not None]
         if any(isinstance(g, str) for g in found):
-            raise tilework.UserError("sambaflow-inputs", "an input is a text", found=repr(found)[:80], expected="tensors",
+            raise tilework.UserError("sambaflow-inputs", "an input is a string", found=repr(found)[:80], expected="tensors",
                                      fix="give the tensors themselves, or a dict from names to tensors")  # fmt: skip
         if any(isinstance(g, (list, tuple, dict)) for g in found):
             found = leaves(found)
