@@ -95,6 +95,12 @@ def test_the_annotated_tree_is_the_tree() -> None:
     assert len(named) > 80 and [n for n in named if n not in files and not (ROOT / n).exists() and n != "benchmark.md"] == []
 
 
+def test_the_coverage_figures_are_those_of_the_table() -> None:
+    trained, tried = re.search(r"^(\d+) of (\d+) models", (ROOT / "docs" / "coverage.md").read_text(), re.M).groups()
+    for page in (ROOT / "README.md", ROOT / "docs" / "features.md"):
+        assert re.search(rf"Of {tried} models .*?, {trained} train", page.read_text(), re.S), page.name
+
+
 def test_dependencies_have_a_reason() -> None:
     import tomllib
 

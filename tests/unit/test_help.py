@@ -76,7 +76,7 @@ def test_choices_are_choices() -> None:
         assert "tilework compile --help" in done.stderr
 
 
-@pytest.mark.parametrize("words", [["--help"], ["explain"], ["tiles", "--help"]])
+@pytest.mark.parametrize("words", [["--help"], ["explain"], *([verb, "--help"] for verb in VERBS)], ids=" ".join)
 def test_no_torch_for_a_word_of_help(words: list[str]) -> None:
     code = f"import sys, tilework.cli.main as m\ntry: m.main({words})\nfinally: assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .common import out, print_json
+from .output import out, print_json
 
 NAME = "cache"
 HELP = "Show, trim or clear the compile cache."

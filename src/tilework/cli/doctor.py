@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .common import out, print_json
+from .output import out, print_json
 
 NAME = "doctor"
 HELP = "Check what this machine can do and what is missing."

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 from rich.table import Table
 
-from ..artifact.manifest import Manifest, Signature
-from .common import out, print_json
+from .output import out, print_json
+
+if TYPE_CHECKING:
+    from ..artifact.manifest import Manifest, Signature
 
 NAME = "inspect"
 HELP = "Show an artifact: sections, shapes, memory, operators with their source lines. Runs nothing."

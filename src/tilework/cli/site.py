@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from ..errors import MachineError, UserError
-from .common import out, print_json
+from .output import out, print_json
 
 NAME = "site"
 HELP = "Create or remove the folders that a site's scripts expect."
