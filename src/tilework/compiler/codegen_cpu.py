@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ..artifact.graph import Graph
 from ..errors import BugError
 from ..plan.options import Options
-from ..process import without_warnings
+from ..process import alone, without_warnings
 from . import inductor_fixes, lowerings
 from .calls import program_of_calls, table_of_calls
 from .known import known
@@ -39,7 +39,11 @@ SIMD_BITS = {"x86-64-v3": 256, "x86-64-v4": 512, "baseline": 0}
 
 @contextmanager
 def _inductor_cache(folder: Path) -> Iterator[None]:
-    """Inductor keeps its own files (header probes, instruction-set checks) in our cache instead of /tmp."""
+    """Inductor keeps its own files (header probes, instruction-set checks) in our cache instead of /tmp. Not where other threads
+    run, whose compiles would find themselves there too."""
+    if not alone():
+        yield
+        return
     before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     logger = logging.getLogger("torch._inductor")
     level = logger.level

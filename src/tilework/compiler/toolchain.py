@@ -147,7 +147,7 @@ CALLS, GEMM, TEAM = Path(__file__).parent / "calls.cpp", KERNELS / "gemm.cpp", K
 # Code of ours that is compiled once a machine and linked to libraries whose source has this in it.
 LINKED = {
     CALLS: re.compile(r"tilework::open_calls\("),
-    GEMM: re.compile(r"tilework::(batch_|update_by_)?product\("),
+    GEMM: re.compile(r"tilework::(batch_product|update_by_product|product|small_conv)"),
     TEAM: re.compile(r"tilework_run_"),
 }
 # OpenMP's functions as team.cpp has them: all that programs and kernels call.
