@@ -101,7 +101,7 @@ def _vendor_flags(p: argparse.ArgumentParser, command: str, dev_mode: bool) -> N
     p.add_argument("--verbose", action="store_true", help="say more")
     p.add_argument("-n", "--num-iterations", type=int, default=100, help="iterations to measure (default: 100)")
     p.add_argument("--min-duration", type=float, default=0.0, help="measure at least this many seconds")
-    p.add_argument("--run-graph-only", action="store_true", help="measure without handing over inputs anew")
+    p.add_argument("--run-graph-only", action="store_true", help="measure without passing the inputs again")
     p.add_argument("--num-sections", type=int, default=None, help="how many sections to measure")
     p.add_argument("--json", default=None, help="write the measurements to this file")
     p.add_argument("--compiled-stats-json", default=None, help="write what was compiled to this file")
