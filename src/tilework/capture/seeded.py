@@ -188,7 +188,7 @@ class SeededRandom(TorchDispatchMode):
         if not 0 <= site < 2**30:
             raise UserError(
                 "random-seed",
-                "the model seeds torch's random numbers itself, so that every step would draw the same",
+                "the model seeds torch's random numbers itself, so every step would draw the same numbers",
                 found=f"a generator with seed {site + _SITES}",
                 fix="seed on the host, before the step: session.seed(...)",
             )

@@ -112,7 +112,7 @@ def trace(fn: Callable[..., Sequence[Tensor]], args: Sequence[Tensor]) -> Traced
                     "capture-overlap",
                     "the model changes a tensor in place in a way that torch cannot write without changes",
                     found=str(e).splitlines()[0][:300],
-                    fix="make a copy before (x = x.clone()), or write it with operators that make new tensors",
+                    fix="copy it first (x = x.clone()), or write it with operators that make new tensors",
                 ) from e
     return Traced(functional, closed_over, len(args))
 

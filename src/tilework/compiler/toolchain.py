@@ -98,7 +98,7 @@ def compiler() -> str:
         "compiler-missing",
         "compiling for the cpu device needs a C++ compiler, and none was found",
         expected="g++ 10 or later",
-        fix="apt-get install g++   (running an artifact needs no compiler; --device reference neither)",
+        fix="apt-get install g++   (not needed to run an artifact, or with --device reference)",
     )
 
 
@@ -135,10 +135,10 @@ def run(command: Sequence[str], what: str) -> None:
     if "No space left on device" in text:
         raise MachineError("disk-full", f"{what}: no space left on the device", fix="free some space, or set TILEWORK_CACHE")
     if done.returncode < 0:
-        raise MachineError("compiler-failed", f"{what}: the compiler was ended by signal {-done.returncode}",
+        raise MachineError("compiler-failed", f"{what}: the compiler was killed by signal {-done.returncode}",
                            fix="check memory; a smaller model or --opt-level 1 needs less")  # fmt: skip
     first = next((line for line in text.splitlines() if "error" in line), text[:300])
-    raise BugError("compile-native", f"{what}: the generated code was refused by the compiler", found=first[:500],
+    raise BugError("compile-native", f"{what}: the compiler rejected the generated code", found=first[:500],
                    fix="try without TILEWORK_CXXFLAGS" if extra_flags() else "")  # fmt: skip
 
 
