@@ -7,7 +7,7 @@
     python -m bench --keep                      the result becomes bench/results.json, which later runs are compared with
     python -m bench --redraw                    table and charts again from the last run's JSON
 
-Rows: logreg-1 ffn-1 ffn-64 lenet-1 lenet-64 unet-4 gpt-4, epoch, call-item, cold-start, compile-time, overhead, growth.
+Rows: logreg-1 ffn-1 ffn-64 lenet-1 lenet-64 unet-4 lstm-32 gpt-4, epoch, call-item, cold-start, compile-time, overhead, growth.
 Results: bench.json, bench.md, bench.png, growth.png in out/bench (--out). What is measured and how: bench/README.md.
 
 Exit code 0; 1 where a contender's arithmetic is wrong, where --strict finds a row worse than kept, or where --smoke finds

@@ -36,6 +36,7 @@ LABELS = {
     "lenet-1": "LeNet, batch 1",
     "lenet-64": "LeNet, batch 64",
     "unet-4": "U-Net 64 x 64, batch 4",
+    "lstm-32": "LSTM 256 wide, 50 time steps, batch 32",
     "gpt-4": "GPT, 4 layers of 256, batch 4",
     "epoch": "epoch of 60 000 samples with its loader, per step",
     "call-item": "one call and one `.item()` per step",

@@ -23,9 +23,6 @@ def _several_threads() -> Iterator[None]:
     torch.set_num_threads(1)
 
 
-DEFAULT = {"mlp": "adam"}
-
-
 def compare(session_of, name: str, device: str, **kwargs) -> None:
     for sections in (False, True):
         session, step = session_of(name, device, seed=SEED, **kwargs)

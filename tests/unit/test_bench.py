@@ -47,7 +47,7 @@ def test_only_peers_of_both_runs_count() -> None:
 
 
 def test_rows() -> None:
-    assert {"logreg-1", "ffn-1", "ffn-64", "lenet-1", "lenet-64", "unet-4", "gpt-4"} <= set(rows.ROWS)
+    assert {"logreg-1", "ffn-1", "ffn-64", "lenet-1", "lenet-64", "unet-4", "lstm-32", "gpt-4"} <= set(rows.ROWS)
     assert rows.row_named("lenet-b16").batch == 16
     with pytest.raises(KeyError):
         rows.row_named("lenet-16")
