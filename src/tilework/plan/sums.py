@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from ..artifact.graph import Graph, Node, Ref, TensorType, name_of
 
 FEW = 4  # terms: fewer are added as they are
+_CAT, _STACK = "aten.cat.default", "aten.stack.default"
 _ADD, _MM, _T, _SUM, _VIEW = "aten.add.Tensor", "aten.mm.default", "aten.t.default", "aten.sum.dim_IntList", "aten.view.default"
 
 
@@ -30,6 +31,7 @@ class _Sums:
         self.uses: dict[str, int] = {}
         for ref in [*(r for n in graph.nodes for r in n.refs()), *(value for _, value in graph.writes)]:
             self.uses[ref] = self.uses.get(ref, 0) + 1
+        self.stacks = {frozenset(n.refs()): n.refs() for n in graph.nodes if n.op == _STACK}
 
     def run(self) -> Graph:
         inner = {ref for n in self.graph.nodes if self._is_add(n) for ref in n.refs() if self._is_inner(ref, n)}
@@ -42,7 +44,7 @@ class _Sums:
         if not replaced:
             return self.graph
         nodes = [new for n in self.graph.nodes for new in replaced.get(n.name, [n])]
-        result = replace(self.graph, nodes=tuple(nodes)).prune()
+        result = _collected_once(replace(self.graph, nodes=tuple(nodes)).prune())
         result.verify()
         return result
 
@@ -116,11 +118,14 @@ class _Sums:
             )
             return Ref(nodes[-1].name)
 
+        # In the order in which somebody else stacks them, if anybody does: then it is done once.
+        order = {name: i for i, name in enumerate(self.stacks.get(frozenset(t.rows for t in terms), ()))}
+        terms.sort(key=lambda t: order.get(t.rows, 0))
         rows, m = self._stacked([t.rows for t in terms])
-        all_rows = make("rows", "aten.cat.default", ([Ref(t.rows) for t in terms], 0), (rows, m))
+        all_rows = make("rows", _CAT, ([Ref(t.rows) for t in terms], 0), (rows, m))
         if product:
             _, n = self._stacked([t.other for t in terms])
-            all_other = make("other", "aten.cat.default", ([Ref(t.other) for t in terms], 0), (rows, n))
+            all_other = make("other", _CAT, ([Ref(t.other) for t in terms], 0), (rows, n))
             total = make("product", _MM, (make("turned", _T, (all_rows,), (m, rows), True), all_other), (m, n))
             total = make("back", _T, (total,), (n, m), True) if turned else total
         else:
@@ -135,3 +140,29 @@ class _Sums:
         """The shape of matrices under each other."""
         shapes = [self._type(name).shape for name in names]
         return sum(s[0] for s in shapes), shapes[0][1]
+
+
+def _collected_once(graph: Graph) -> Graph:
+    """The same matrices under each other (for a weight, for its bias, for the input's weight) are collected once. A stack of them
+    is the same memory in another shape."""
+    known: dict[tuple[str, ...], Node] = {}
+    same: dict[str, str] = {}
+    shapes = {n.name: n.types[0].shape for n in graph.nodes if len(n.types) == 1 and n.types[0] is not None}
+    shapes |= {name: kind.shape for name, kind in graph.types.items()}
+    nodes = []
+    for node in (n.map_refs(lambda name: same.get(name, name)) for n in graph.nodes):
+        names = tuple(node.refs())
+        alike = len({shapes.get(name) for name in names}) == 1 and len(shapes.get(names[0], ())) == 2 if names else False
+        if node.op not in (_CAT, _STACK) or node.kwargs or list(node.args[1:]) not in ([], [0]) or not alike or len(names) < FEW:
+            nodes.append(node)
+            continue
+        kind, first = node.types[0], known.setdefault(names, node)
+        dense = all(t is not None and t == t.as_dense() for t in (kind, first.types[0]))
+        if first is node or kind is None or not dense:
+            nodes.append(node)
+        elif first.op == node.op:
+            same[node.name] = first.name
+        else:
+            nodes.append(replace(node, op=_VIEW, args=(Ref(first.name), list(kind.shape))))
+    writes = tuple((buffer, same.get(value, value)) for buffer, value in graph.writes)
+    return replace(graph, nodes=tuple(nodes), writes=writes)
