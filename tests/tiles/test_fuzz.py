@@ -47,7 +47,7 @@ def packet(r: random.Random) -> bytes:
 def test_random_packets(run_folder: Path) -> None:
     r = random.Random(3)
     client.view()
-    pid = client.view()["daemon"]["pid"]
+    pid = client.view().daemon.pid
     at_first = len(list(Path(f"/proc/{pid}/fd").iterdir()))
     connection = client.connect()
     memory, null = os.memfd_create("page"), os.open("/dev/null", os.O_RDWR)
@@ -65,13 +65,13 @@ def test_random_packets(run_folder: Path) -> None:
             connection.close()
             connection = client.connect()
         if i % 200 == 0:
-            assert client.view()["daemon"]["pid"] == pid, "the daemon did not survive"
+            assert client.view().daemon.pid == pid, "the daemon did not survive"
     connection.close()
     with contextlib.suppress(Exception), client.talking() as ask:
         from tilework.tiles import messages
 
         ask(messages.Drain("/", False))
-    assert client.view()["daemon"]["pid"] == pid
+    assert client.view().daemon.pid == pid
     assert client.lease(Ask(count=1), wait=10).tiles, "tiles are free again"
     fds = len(list(Path(f"/proc/{pid}/fd").iterdir()))
     assert fds < at_first + 20, f"{at_first} descriptors, then {fds}: the daemon keeps what it was sent"

@@ -31,7 +31,7 @@ from tilework.tiles.asks import Ask
 from tilework.errors import TileworkError
 mine = client.lease(Ask(count=4))
 seen = client.view()
-print(seen["daemon"]["user"], seen["daemon"]["installed"], seen["platform"], len(mine.tiles), seen["leases"][0]["user"])
+print(seen.daemon.user, seen.daemon.installed, seen.platform, len(mine.tiles), seen.leases[0].user)
 for path in ("/run/tilework/daemon.lock", "/run/tilework/daemon.address", "/var/lib/tilework/state.db"):
     try:
         os.open(path, os.O_RDWR)
@@ -47,9 +47,9 @@ for name in os.listdir("/run/tilework"):
             pass
 sys.stdout.flush()
 sys.stdin.readline()  # the daemon is killed and started again meanwhile
-print([x["pid"] == os.getpid() for x in client.view()["leases"]])
+print([x.pid == os.getpid() for x in client.view().leases])
 mine.release()
-print(client.view()["leases"])
+print(client.view().leases)
 EOF
 mkfifo /run/go
 $USER_PYTHON /run/user.py < /run/go & user=$!

@@ -51,7 +51,7 @@ def test_a_short_window_shows_what_is_now(window: float) -> None:
     idle = looked.about(window)
     assert busy["shares"]["exec"] > 90 and idle["shares"]["idle"] > 90, (busy, idle)
     assert idle["steps_per_second"] == 0 and looked.about(60.0)["steps_per_second"] > 0
-    assert 40 < looked.about(60.0)["shares"]["exec"] < 70, "longer than the lease: since it began"
+    assert 40 < looked.about(60.0).shares["exec"] < 70, "longer than the lease: since it began"
     looked.close()
 
 
@@ -64,7 +64,7 @@ def test_what_went_before_the_lease_does_not_count() -> None:
     with p.process.during(EXEC):
         time.sleep(0.1)
         found = looked.about(2.0)
-    assert found["shares"]["exec"] > 90 and found["seconds"]["idle"] < 0.05
+    assert found.shares["exec"] > 90 and found.seconds["idle"] < 0.05
     looked.close()
 
 
@@ -74,9 +74,9 @@ def test_seconds_add_up_to_the_age_of_the_lease(run_folder: Path) -> None:
     for slot in slots:
         slot.enter(EXEC)
     time.sleep(0.5)
-    about = client.view()["leases"][0]
-    assert sum(about["seconds"].values()) == pytest.approx(about["held_seconds"], abs=0.1)
-    assert about["seconds"]["exec"] == pytest.approx(0.5, abs=0.1)
+    about = client.view().leases[0]
+    assert sum(about.seconds.values()) == pytest.approx(about.held_seconds, abs=0.1)
+    assert about.seconds["exec"] == pytest.approx(0.5, abs=0.1)
     for slot in slots:
         slot.close()
     holding.let_go(lease)
@@ -88,5 +88,5 @@ def test_what_is_no_page_is_unknown(size: int) -> None:
     os.ftruncate(fd, size)
     looked = Usage(fd)
     about = looked.about(2.0)
-    assert about["state"] == "unknown" and about["shares"] == {} and looked.stuck_for() == 0
+    assert about["state"] == "unknown" and about.shares == {} and looked.stuck_for() == 0
     looked.close()

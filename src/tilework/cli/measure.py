@@ -23,6 +23,9 @@ def command(
     seconds: Annotated[float, typer.Option(help="How long to time each row.")] = 1.0,
     weights: Annotated[Path | None, typer.Option(help="Start from this file instead of the initial weights.")] = None,
     device: Annotated[str | None, typer.Option(help="Run on this device instead of the artifact's own.")] = None,
+    tiles: Annotated[
+        str | None, typer.Option(help="Tiles of its own: 4, chips:1, gpus:1, all. By default it shares the machine.")
+    ] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads; all cores by default.")] = None,
     trust: Annotated[bool, typer.Option(help="Accept a file that others could have changed.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
@@ -32,7 +35,7 @@ def command(
     from ..runtime.session import load
 
     begin = time.perf_counter()
-    session = load(artifact, device=device, weights=weights, num_threads=threads, trust=trust)
+    session = load(artifact, device=device, weights=weights, num_threads=threads, trust=trust, tiles=tiles)
     loading = time.perf_counter() - begin
     session.load_tensors(some_weights(session))
     signature = session.manifest.signature

@@ -33,6 +33,9 @@ def command(
     device: Annotated[str | None, typer.Option(help="Run on this device instead of the artifact's own.")] = None,
     hyper: Annotated[list[str] | None, typer.Option("--hyper", help="name=value, such as lr=0.01.")] = None,
     seed: Annotated[int, typer.Option(help="Of dropout, and of the order of digits.")] = 0,
+    tiles: Annotated[
+        str | None, typer.Option(help="Tiles of its own: 4, chips:1, gpus:1, all. By default it shares the machine.")
+    ] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads; all cores by default.")] = None,
     nan_error: Annotated[bool, typer.Option(help="Stop with an error when the loss is not a number.")] = False,
     log: Annotated[Path | None, typer.Option(help="Write step and loss as JSON lines.")] = None,
@@ -42,7 +45,9 @@ def command(
     from ..errors import UserError
     from ..runtime.session import load
 
-    session = load(artifact, device=device, weights=weights, num_threads=threads, seed=seed, nan_error=nan_error, trust=trust)
+    session = load(
+        artifact, device=device, weights=weights, num_threads=threads, seed=seed, nan_error=nan_error, trust=trust, tiles=tiles
+    )
     values = {}
     for item in hyper or []:
         name, _, text = item.partition("=")

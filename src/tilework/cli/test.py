@@ -19,17 +19,23 @@ def command(
     artifact: Annotated[Path, typer.Argument(help="The .pef file.")],
     build: Annotated[str | None, typer.Argument(help="The build function it was compiled from.")] = None,
     device: Annotated[str | None, typer.Option(help="Run on this device instead of the artifact's own.")] = None,
+    tiles: Annotated[
+        str | None, typer.Option(help="Tiles of its own: 4, chips:1, gpus:1, all. By default it shares the machine.")
+    ] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="name=value for the build function.")] = None,
     brief: Annotated[bool, typer.Option(help="One line for each kind of tensor, with the worst of them.")] = False,
     trust: Annotated[bool, typer.Option(help="Accept a file that others could have changed.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     from ..check.check import check
+    from ..runtime.leasing import Footing
 
+    footing = Footing(tiles, leased=tiles is not None)  # for all that is run here
     step = load_step(build, set_ or []) if build else None
     with progress(quiet=json) as report:
         report("running the artifact and the reference")
         result = check(artifact, step, device=device, trust=trust)
+    footing.close()
     first = result.first_difference
     if json:
         print_json({"ok": result.ok, "mode": result.mode, "device": result.device,
