@@ -56,18 +56,12 @@ def _mounted(controllers: str) -> str | None:
 
 
 def populated(cgroup: str) -> bool:
-    """Is a process in it, or below it? True also where that cannot be read: only what is known to be empty has ended."""
-    try:
-        events = (Path(cgroup) / "cgroup.events").read_text()  # cgroup v2 says it of the whole tree
-        return "populated 0" not in events
-    except FileNotFoundError:
-        pass
-    except OSError:
-        return True
+    """Is a process in it, or below it? This daemon does not count: a process of the job may have started it. True also where that
+    cannot be read: only what is known to be empty has ended."""
     for place, _, files in os.walk(cgroup):
         if "cgroup.procs" in files:
             try:
-                if (Path(place) / "cgroup.procs").read_text().strip():
+                if {*(Path(place) / "cgroup.procs").read_text().split()} - {str(os.getpid())}:
                     return True
             except FileNotFoundError:
                 continue
