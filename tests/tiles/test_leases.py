@@ -336,7 +336,7 @@ def test_a_page_that_is_not_locked(run_folder: Path) -> None:
     connection = raw(run_folder)
     memory = os.memfd_create("page")
     connection.send(messages.encode(messages.LeaseRequest(ask=Ask(tiles=(0,)), page=memory)))
-    assert b"not locked" in connection.recv(65536)
+    assert b"cannot see a page" in connection.recv(65536)
     alive.lock(memory)
     connection.send(messages.encode(messages.LeaseRequest(ask=Ask(tiles=(0,)), page=memory)))
     assert messages.loads(connection.recv(65536))["state"] == "granted" and len(client.view().leases) == 1

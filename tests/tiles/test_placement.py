@@ -206,21 +206,25 @@ def test_platforms() -> None:
         detect("SN10", Site(), two)
 
 
+def waiting(ask: Ask, uid: int) -> Waiting:
+    return Waiting(Record("w", "exclusive", uid, 1, 1, 0.0), ask, 1e9)
+
+
 def test_a_user_at_his_limit_steps_aside() -> None:
     ledger = Ledger(NODE, Limits(tiles_per_user=8, requests_per_user=3))
     ledger.leases["a"] = Lease(Record("a", "exclusive", 1, -1, 1, 0.0, tuple(range(8))), None)
     for uid, count in ((1, 4), (2, 8)):
-        ledger.wait(Waiting(Ask(count=count), uid, 1, 1, 1e9))
+        ledger.wait(waiting(Ask(count=count), uid))
     served = ledger.next_one()
-    assert served is not None and served[0].uid == 2
+    assert served is not None and served[0].record.uid == 2
     ledger.leases["b"] = Lease(Record("b", "exclusive", 2, -1, 1, 0.0, tuple(served[1])), None)
     assert ledger.next_one() is None
     with pytest.raises(UserError, match="larger than one user may hold"):
-        ledger.wait(Waiting(Ask(count=9), 1, 1, 1, 1e9))
+        ledger.wait(waiting(Ask(count=9), 1))
     for _ in range(2):
-        ledger.wait(Waiting(Ask(count=1), 1, 1, 1, 1e9))
+        ledger.wait(waiting(Ask(count=1), 1))
     with pytest.raises(UserError, match="too many requests"):
-        ledger.wait(Waiting(Ask(count=1), 1, 1, 1, 1e9))
+        ledger.wait(waiting(Ask(count=1), 1))
 
 
 @given(st.lists(st.integers(0, 300)))

@@ -203,7 +203,9 @@ def test_every_verb_that_runs_takes_tiles(run_folder: Path, artifact: Path, verb
     words = {"run": ["--steps", "2"], "measure": ["--seconds", "0.01"], "test": []}[verb]
 
     def ran(*more: str) -> list[str]:
-        done = subprocess.run([sys.executable, "-m", "tilework", verb, str(artifact), *words, *more], capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-m", "tilework", verb, str(artifact), *words, *more], capture_output=True, text=True
+        )
         assert done.returncode == 0, done
         with client.talking() as ask:
             return [x["tiles"] for x in ask(messages.History(9))["leases"] if x["tiles"]]

@@ -7,6 +7,7 @@ lives, whatever became of the one before it.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import stat
@@ -39,7 +40,7 @@ def start_time(pid: int) -> int | None:
 
 
 def open_memory(pid: int, uid: int, number: int, inode: int = 0) -> int | None:
-    """A process's memory file, by the number that it has there. None where that is not ours to open, or something else.
+    """A process's memory file, by the number that it has there. None where we may not see it, or it is something else.
 
     The number is the client's word. It is looked at before it is opened: root must not be made to read a file, or to touch a
     device, for somebody else."""
@@ -58,26 +59,11 @@ def open_memory(pid: int, uid: int, number: int, inode: int = 0) -> int | None:
         os.close(there)
 
 
-def is_hidden(pid: int) -> bool:
-    """May we not see what a process has open? (It is root's, or not to be looked at: prctl(PR_SET_DUMPABLE).)"""
-    try:
-        os.listdir(f"/proc/{pid}/fd")
-        return False
-    except OSError:
-        return True
-
-
-def has_closed(pid: int, number: int, inode: int) -> bool:
-    """Has a process closed that file? False also where it cannot be seen, and where the process is about to end."""
-    try:
-        return os.stat(f"/proc/{pid}/fd/{number}").st_ino != inode
-    except FileNotFoundError:
-        try:
-            return bool(os.listdir(f"/proc/{pid}/fd"))  # empty: the kernel is closing all of them
-        except OSError:
-            return False
-    except OSError:
-        return False
+def is_ending(pid: int, start: int) -> bool:
+    """Is the kernel closing all that a process had open? Its locks may still be there."""
+    with contextlib.suppress(OSError):
+        return start_time(pid) == start and not os.listdir(f"/proc/{pid}/fd")
+    return False
 
 
 def _is_memory(info: os.stat_result) -> bool:

@@ -257,28 +257,26 @@ def lease(
     text, exact = (ask, None) if isinstance(ask, str) else ("", ask)
     request = messages.LeaseRequest(text, exact, ranges(cpus or os.sched_getaffinity(0)), page.fd, stack, _text(command, 200),
                                     _text(label, 60), platform, request=uuid.uuid4().hex[:12])  # fmt: skip
-    patience, answered, failures = 0.0, False, 0
+    lost = 0.0  # since when the daemon that we asked is gone
     try:
         while True:
             try:
                 connection = connect()
             except MachineError:
-                patience = patience or time.monotonic() + (RESTART_SECONDS if answered else 0.0)
-                if time.monotonic() >= patience:
+                if not lost or time.monotonic() > lost + RESTART_SECONDS:
                     raise
                 time.sleep(0.2)
                 continue
-            answered, patience = True, 0.0
-            request.wait = None if until is None else max(0.0, until - time.monotonic())
             heard: list[str] = []
             try:
+                request.wait = None if until is None else max(0.0, until - time.monotonic())
                 granted = _wait(connection, request, report, heard)
                 if own is None:
                     page.process.restart()
                 return Lease(granted, page, stack)
-            except (ConnectionError, BrokenPipeError):  # it has died
-                failures = 0 if heard else failures + 1
-                if failures > 100 or (until is not None and time.monotonic() > until + RESTART_SECONDS):
+            except ConnectionError:
+                lost = time.monotonic() if heard or not lost else lost
+                if time.monotonic() > lost + RESTART_SECONDS:
                     raise MachineError("tiles-daemon", "the daemon of this machine's tiles ends again and again",
                                        fix="look at its log: tilework daemon log") from None  # fmt: skip
                 time.sleep(0.02)

@@ -17,6 +17,8 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from .. import __version__
 from ..errors import MachineError, UserError
 from . import alive, messages, records
@@ -27,7 +29,7 @@ from .leases import Lease
 from .ledger import Ledger, Waiting
 from .machine import numbers, ranges
 from .messages import printable
-from .metrics import KINDS, Counters, exposition
+from .metrics import Counters, exposition
 from .place import INSTALLED, Place
 from .records import Kind, Record
 from .server import Connection, Server
@@ -42,6 +44,7 @@ GRACE_SECONDS = 2.0  # for those who waited to ask again at a new daemon, before
 SAME_VIEW_SECONDS = 0.05
 LONGEST_WAIT = 7 * 86400.0
 SHARED_PER_USER = 512  # processes that share the machine; each costs the daemon a descriptor
+_OF_A_JOB: dict[str, Any] = {"kind": "job", "step": "", "page": -1, "stack": -1, "inode": 0}
 
 
 class Daemon(Server):
@@ -164,7 +167,7 @@ class Daemon(Server):
     def _remember_queue(self) -> None:
         if self.ledger.queue != self._written:
             self._written = self.ledger.queue[:]
-            records.write_queue(self.folder, ((w.pid, w.start, w.since) for w in self._written))
+            records.write_queue(self.folder, ((w.record.pid, w.record.start, w.since) for w in self._written))
 
     def _expire(self, now: float) -> None:
         for request in [w for w in self.ledger.queue if now >= w.until]:
@@ -175,9 +178,7 @@ class Daemon(Server):
     def _forget(self, request: Waiting) -> None:
         self.ledger.forget(request)
         request.whose.waiting = None
-        if request.page is not None:
-            os.close(request.page)
-            request.page = None
+        os.close(request.page)
 
     def _drop_ended(self) -> None:
         """Whoever asks must not see, or wait for, what has just been given back."""
@@ -265,69 +266,73 @@ class Daemon(Server):
         self.ledger.node = node
         return ""
 
-    def _started(self, connection: Connection) -> int:
+    def _known(self, connection: Connection, request: messages.LeaseRequest | messages.Share, kind: Kind) -> tuple[Record, int]:
+        """A client: what it says, what the kernel says, and its page, which it has locked."""
         start = alive.start_time(connection.pid)
-        if start is None:
-            raise MachineError("tiles-daemon", f"the daemon cannot see process {connection.pid}",
-                               found="it runs in another pid namespace, or /proc hides it (hidepid)",
-                               fix="run the daemon as root, in the machine's own namespace")  # fmt: skip
-        return start
-
-    def _share(self, connection: Connection, request: messages.Share) -> None:
-        """A process that takes no tiles is only shown. One that has gone meanwhile is not; nor does anybody hear of a refusal."""
-        self._drop_ended()
-        start, theirs = (
-            self._started(connection),
-            [x.record for x in self.ledger.leases.values() if x.record.uid == connection.uid],
-        )
         page = alive.open_memory(connection.pid, connection.uid, request.page)
-        known = any((r.pid, r.start, r.page) == (connection.pid, start, request.page) for r in theirs)
-        if known or page is None or sum(r.kind == "shared" for r in theirs) >= SHARED_PER_USER:
+        if start is None or page is None or alive.holder(page) != connection.pid:
             if page is not None:
                 os.close(page)
-            return
-        self._begin(connection, request, "shared", start, page)
+            raise UserError("tiles-protocol", f"the daemon cannot see a page that process {connection.pid} has locked",
+                            found="not one of our clients; or /proc hides the process, or it is in another pid namespace",
+                            fix="run the daemon as root, in the machine's own pid namespace")  # fmt: skip
+        record = Record(uuid.uuid4().hex[:12], kind, connection.uid, connection.pid, start, time.time(),
+                        command=printable(request.command, 200), label=printable(request.label, 60), page=request.page,
+                        stack=request.stack, inode=os.fstat(page).st_ino)  # fmt: skip
+        job = job_of(connection.pid, connection.uid)
+        if job is not None:
+            record.cgroup, record.job, record.step = job.cgroup, job.id, job.step
+        return record, page
+
+    def _same_page(self, record: Record) -> Lease | None:
+        """What this process has already. A process has one lease, or shares the machine."""
+        who = (record.pid, record.start, record.inode)
+        return next((x for x in self.ledger.leases.values() if (x.record.pid, x.record.start, x.record.inode) == who), None)
+
+    def _share(self, connection: Connection, request: messages.Share) -> None:
+        """A process that takes no tiles is only shown."""
+        record, page = self._known(connection, request, "shared")
+        theirs = sum(x.record.kind == "shared" and x.record.uid == record.uid for x in self.ledger.leases.values())
+        if self._same_page(record) is not None or theirs >= SHARED_PER_USER:
+            os.close(page)
+        else:
+            self._begin(record, page)
 
     def _ask(self, connection: Connection, request: messages.LeaseRequest) -> None:
         if connection.waiting is not None:
             raise UserError("tiles-protocol", "one request a connection")
         self._drop_ended()
-        start = self._started(connection)
-        for lease in list(self.ledger.leases.values()):
-            r = lease.record
-            if (r.pid, r.start, r.page) == (connection.pid, start, request.page) and r.kind != "shared":
-                if r.request == request.request:  # granted by a daemon that died before it could say so
-                    self._tell(connection, lease, "")
-                    return
-                self._end(lease, "released")  # and asked again with the same page
-        note = self._take_platform(request.platform)
-        whole, text = for_job(request.text)
-        job = job_of(connection.pid, connection.uid)
-        if whole and job is None:
-            raise UserError("tiles-job", "tiles for a job are asked for, but this process is in none", found="no job in its cgroup",
-                            expected="a process of a Slurm job, on a node that keeps jobs in cgroups (proctrack/cgroup)",
-                            fix="ask without `job`: TILEWORK_TILES=4")  # fmt: skip
-        ask = request.ask or (parse(text, self.ledger.node) if text else Ask())
+        cpus = _cpus(request.cpus)
+        record, page = self._known(connection, request, "exclusive")
+        record.request = request.request
+        had = self._same_page(record)
+        if had is not None and had.record.kind != "shared" and had.record.request == record.request:
+            os.close(page)
+            self._tell(connection, had, "")  # granted by a daemon that died before it could say so
+            return
         wait = self.site.limits.wait_seconds if request.wait is None else request.wait
         wait = max(0.0, min(wait, LONGEST_WAIT))
-        since = self.expected.pop((connection.pid, start), time.monotonic())
+        since = self.expected.pop((record.pid, record.start), time.monotonic())
         until = (since if request.wait is None else time.monotonic()) + wait
         if self.expected:  # nobody is served before they are back: that must not cost anybody his turn
             until = max(until, self.begun + GRACE_SECONDS + EVERY_SECONDS)
-        waiting = Waiting(ask, connection.uid, connection.pid, start, until, printable(request.command, 200), _cpus(request.cpus),
-                          job if whole else None, connection, request, since=since)  # fmt: skip
-        page = alive.open_memory(connection.pid, connection.uid, request.page)
+        of = None
         try:
-            if not alive.is_hidden(connection.pid) if page is None else alive.holder(page) != connection.pid:
-                raise UserError("tiles-protocol", "the page of a process that asks for a lease is not locked by it")
-            of = self.ledger.of_job(waiting.job, connection.uid)
+            note = self._take_platform(request.platform)
+            whole, text = for_job(request.text)
+            if whole and not record.job:
+                raise UserError("tiles-job", "tiles for a job are asked for, but this process is in none",
+                                found="no job in its cgroup", fix="ask without `job`: TILEWORK_TILES=4",
+                                expected="a process of a Slurm job, on a node that keeps jobs in cgroups")  # fmt: skip
+            ask = request.ask or (parse(text, self.ledger.node) if text else Ask())
+            waiting = Waiting(record, ask, until, page, connection, cpus, whole, since=since)
+            of = self.ledger.of_job(record) if whole else None
             if of is None:
                 self.ledger.wait(waiting)
         except BaseException:
-            if page is not None:
-                os.close(page)
+            os.close(page)
             raise
-        waiting.page, waiting.note = page, "; ".join(filter(None, (note, waiting.note)))
+        waiting.note = "; ".join(filter(None, (note, waiting.note)))
         if of is not None:  # its job has tiles already
             self._serve(waiting, of.record.tiles, of)
             return
@@ -360,68 +365,49 @@ class Daemon(Server):
 
     def _serve(self, request: Waiting, tiles: tuple[int, ...], of: Lease | None) -> None:
         """A lease for the next in line; of: his job's, which he joins."""
-        connection, page = request.whose, request.page
-        connection.waiting, request.page = None, None
-        made: list[Lease] = []
+        record, connection, made = request.record, request.whose, []
+        connection.waiting = None
         try:
-            assert of is not None or not self.ledger.held & set(tiles), f"{tiles} are held already"
-            if of is not None and request.cpus is not None and not request.cpus & set(of.record.cpus):
-                raise UserError("tiles-mask", f"this process may not use the CPUs of its job's tiles ({ranges(of.record.cpus)})",
-                                found=f"CPUs {ranges(request.cpus)}", fix="ask for tiles of its own: TILEWORK_TILES=1")  # fmt: skip
-            about = {"tiles": tiles, "platform": self.ledger.node.platform}
-            gives = compute(self.ledger.node, tiles)
-            about |= {"cpus": tuple(gives["cpus"]), "gpus": tuple(gives["gpus"])}
-            if of is None and request.job is not None:
-                of = self._begin(connection, request.request, "job", request.start, None, **about)
-                made.append(of)
             if of is None:
-                lease = self._begin(connection, request.request, "exclusive", request.start, page, **about)
-            else:
-                lease = self._begin(connection, request.request, "member", request.start, page, of=of.record.id)
-            made.append(lease)
-        except UserError as e:
-            if page is not None:
-                os.close(page)
-            self.refuse(connection, e)
-            return
+                assert not self.ledger.held & set(tiles), f"{tiles} are held already"
+                gives = compute(self.ledger.node, tiles)
+                holder = replace(record, **_OF_A_JOB, id=uuid.uuid4().hex[:12]) if request.for_job else record
+                holder.tiles, holder.platform = tiles, self.ledger.node.platform
+                holder.cpus, holder.gpus = tuple(gives["cpus"]), tuple(gives["gpus"])
+                if request.for_job:
+                    of = self._begin(holder, None)
+                    made.append(of)
+            elif request.cpus is not None and not request.cpus & set(of.record.cpus):
+                raise UserError("tiles-mask", f"this process may not use the CPUs of its job's tiles, {ranges(of.record.cpus)}",
+                                found=f"CPUs {ranges(request.cpus)}", fix="ask for tiles of its own: TILEWORK_TILES=1")  # fmt: skip
+            if of is not None:
+                record.kind, record.of = "member", of.record.id
+            page, request.page = request.page, -1
+            made.append(self._begin(record, page))
         except Exception as e:
             for lease in made:
                 self._end(lease, "failed")
-            log.error("a lease cannot be made: %s", e)
-            kind = "environment" if isinstance(e, OSError) else "bug"
-            self.say(connection, {"state": "refused", "id": "tiles-folder", "kind": kind,
-                                  "summary": f"{self.folder}: the lease cannot be written", "found": printable(str(e), 200),
-                                  "fix": "make room on that file system"})  # fmt: skip
+            if request.page >= 0:
+                os.close(request.page)
+            if not isinstance(e, UserError):
+                log.error("a lease cannot be made: %s", e)
+                e = MachineError("tiles-folder", f"{self.folder}: the lease cannot be written", found=printable(str(e), 200),
+                                 fix="make room on that file system")  # fmt: skip
+            self.refuse(connection, e)
             return
         self.counted.waits += 1
         self.counted.waited_seconds += time.monotonic() - request.since
-        if not self._tell(connection, lease, request.note):
+        if not self._tell(connection, made[-1], request.note):
             for lease in made:
                 self._end(lease, "not taken")
 
     def _tell(self, connection: Connection, lease: Lease, note: str) -> bool:
-        holder = self.ledger.leases.get(lease.record.of, lease)
-        gives = compute(self.ledger.node, holder.record.tiles)
-        if holder.record.cpus:  # of another shape of this node
-            gives["cpus"] = holder.record.cpus
-        return self.say(connection, {"state": "granted", "lease": holder.record.id, "note": note, **gives})
+        holder = self.ledger.leases.get(lease.record.of, lease).record
+        gives = compute(self.ledger.node, holder.tiles) | {"cpus": holder.cpus}  # the node may have another shape by now
+        return self.say(connection, {"state": "granted", "lease": lease.record.id, "note": note, **gives})
 
-    def _begin(
-        self,
-        connection: Connection,
-        request: messages.LeaseRequest | messages.Share,
-        kind: Kind,
-        start: int,
-        page: int | None,
-        **about: Any,
-    ) -> Lease:
-        job = job_of(connection.pid, connection.uid)
-        record = Record(uuid.uuid4().hex[:12], kind, connection.uid, connection.pid, start, time.time(),
-                        command=printable(request.command, 200), label=printable(request.label, 60), page=request.page,
-                        stack=request.stack, inode=os.fstat(page).st_ino if page is not None else 0,
-                        request=getattr(request, "request", ""), **about)  # fmt: skip
-        if job is not None:
-            record.cgroup, record.job, record.step = job.cgroup, job.id, job.step if kind != "job" else ""
+    def _begin(self, record: Record, page: int | None) -> Lease:
+        """From here on it is there. What the process had before, with the same page, has ended."""
         try:
             try:
                 records.write(self.folder, record)
@@ -432,15 +418,14 @@ class Daemon(Server):
             if page is not None:
                 os.close(page)
             raise
-        for old in list(self.ledger.leases.values()):  # a process that shared the machine takes tiles now
-            r = old.record
-            if r.kind == "shared" and (r.pid, r.start, r.page) == (record.pid, start, record.page):
-                self._end(old, "took tiles")
+        had = self._same_page(record) if page is not None else None
+        if had is not None:
+            self._end(had, "released" if had.record.tiles else "took tiles")
         lease = Lease(record, page)
         self._watch(lease)
-        if kind != "member":
+        if record.kind != "member":
             self.store.began(record)
-            self.counted.began[KINDS[kind]] += 1
+            self.counted.began[record.kind] += 1
         return lease
 
     def _watch(self, lease: Lease) -> None:
@@ -449,23 +434,20 @@ class Daemon(Server):
             self.selector.register(lease.pidfd, selectors.EVENT_READ, lambda _: self._end(lease, "process ended"))
 
     def _release(self, connection: Connection, id: str) -> None:
-        lease, who = self.ledger.leases.get(id), (connection.pid, connection.uid)
+        self._drop_ended()
+        lease = self.ledger.leases.get(id)
         if lease is not None and lease.record.kind == "job":
-            job = job_of(*who)
-            if connection.uid and (job is None or self.ledger.of_job(job, connection.uid) is not lease):
+            job = job_of(connection.pid, connection.uid)
+            if connection.uid and (job is None or (job.cgroup, connection.uid) != (lease.record.cgroup, lease.record.uid)):
                 raise UserError("tiles-lease", "the tiles of a job are given back by a process of that job, or by root",
                                 found=f"pid {connection.pid} is not in job {lease.record.job}")  # fmt: skip
             if running := [f"pid {member.record.pid}" for member in self.ledger.members(lease)]:
                 raise UserError("tiles-in-use", "processes of the job still run on its tiles", found=", ".join(running[:8]),
                                 fix="wait for them, or end them")  # fmt: skip
             self._end(lease, "released")
-        elif lease is not None and lease.usage.fd is None and who == (lease.record.pid, lease.record.uid):
-            self._end(lease, "released")  # its word is all that we have
-        else:
-            self._drop_ended()
-            if id in self.ledger.leases:
-                raise UserError("tiles-lease", f"lease {id} is not given up", found="its process has its page locked",
-                                fix="a process gives up its own lease")  # fmt: skip
+        elif lease is not None:
+            raise UserError("tiles-lease", f"lease {id} is not given up", found="its process has its page locked",
+                            fix="a process gives up its own lease")  # fmt: skip
         self.say(connection, {"state": "released"})
 
     def _end(self, lease: Lease, how: str) -> None:
@@ -478,7 +460,8 @@ class Daemon(Server):
         lease.close()
         records.remove(self.folder, lease.record)
         self.store.ended(lease.record, how)
-        self.counted.ended[KINDS[lease.record.kind]] += lease.record.kind != "member"
+        if lease.record.kind != "member":
+            self.counted.ended[lease.record.kind] += 1
         if job := self.ledger.leases.get(lease.record.of):
             job.empty_since = time.time()
         self.used = time.monotonic()

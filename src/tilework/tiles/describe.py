@@ -134,7 +134,10 @@ def view(daemon: Daemon, uid: int, window: float, platform: str | None = None) -
         lease, drained = holder.get(t.index), ledger.drained.get(t.path)
         tiles.append(TileView(t.path, t.chip, t.cpus, t.memory_node, t.gpu, t.multiprocessors, _state(lease, drained),
                               _activity(lease), lease.id if lease else None, drained))  # fmt: skip
-    queue = [WaitingView(str(w.ask), user_name(w.uid), w.pid, w.command, now - w.since) for w in ledger.queue[:MOST_WAITING]]
+    queue = [
+        WaitingView(str(w.ask), user_name(w.record.uid), w.record.pid, w.record.command, now - w.since)
+        for w in ledger.queue[:MOST_WAITING]
+    ]
     about = DaemonView(os.getpid(), user_name(os.getuid()), daemon.started, __version__, str(daemon.folder),
                        daemon.store.trouble, daemon.folder == INSTALLED)  # fmt: skip
     return View(node.platform, node.title, node.virtual, node.levels, tiles, about, node.note, other, leases, shared, queue,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import time
 
 from . import alive, jobs
 from .messages import printable
@@ -25,10 +26,12 @@ class Lease:
     @classmethod
     def found(cls, record: Record) -> Lease | None:
         """The live lease of a record that an earlier daemon wrote; None where its process, or its job, is gone."""
-        page = None
+        page, until = None, time.monotonic() + 1.0
         if record.kind != "job":
             page = alive.open_memory(record.pid, record.uid, record.page, record.inode)
-            if page is None and alive.has_closed(record.pid, record.page, record.inode):
+            while page is None and alive.is_ending(record.pid, record.start) and time.monotonic() < until:
+                time.sleep(0.001)
+            if page is None:
                 return None
         lease = cls(record, page)
         if lease.alive():
@@ -37,13 +40,10 @@ class Lease:
         return None
 
     def alive(self) -> bool:
-        """A job lives as long as a process is in its cgroup; a process's lease as long as it has its page locked. Where we may not
-        see the page, as long as the process lives."""
-        if self.record.kind == "job":
+        """A job lives as long as a process is in its cgroup, anything else as long as its process has its page locked."""
+        if self.usage.fd is None:
             return jobs.populated(self.record.cgroup)
-        if self.usage.fd is not None:
-            return alive.holder(self.usage.fd) == self.record.pid
-        return alive.start_time(self.record.pid) == self.record.start
+        return alive.holder(self.usage.fd) == self.record.pid
 
     def look_for_hang(self, after: float) -> bool:
         """True where it has just begun to hang. The process is asked for its stack then, by a signal that others ignore."""

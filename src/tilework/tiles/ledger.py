@@ -10,10 +10,10 @@ from typing import Any
 
 from ..errors import UserError
 from .asks import Ask, capped
-from .jobs import Job
 from .leases import Lease
 from .machine import ranges
 from .placement import fitted, grants, inside
+from .records import Record
 from .site import Limits
 from .topology import Node
 
@@ -22,17 +22,13 @@ from .topology import Node
 class Waiting:
     """A request in the queue."""
 
+    record: Record  # what the lease will be
     ask: Ask
-    uid: int
-    pid: int
-    start: int  # of the process, in the kernel's ticks
     until: float  # on the monotonic clock
-    command: str = ""
-    cpus: Set[int] | None = None  # that the process may use; None: all
-    job: Job | None = None  # whose the lease will be
+    page: int = -1  # our descriptor of the client's page
     whose: Any = None  # the daemon's connection
-    request: Any = None  # the client's message
-    page: int | None = None  # our descriptor of the client's page
+    cpus: Set[int] | None = None  # that the process may use; None: all
+    for_job: bool = False
     within: Set[int] = frozenset()  # tiles that it may have
     note: str = ""
     since: float = field(default_factory=time.monotonic)
@@ -62,7 +58,7 @@ class Ledger:
 
     def wait(self, request: Waiting) -> None:
         """Into the queue, if this request can ever be served and its user may wait for one more."""
-        waiting = sum(w.uid == request.uid for w in self.queue)
+        waiting = sum(w.record.uid == request.record.uid for w in self.queue)
         if waiting >= self.limits.requests_per_user:
             raise UserError("tiles-limit", "too many requests of this user are waiting already", found=str(waiting),
                             expected=f"at most {self.limits.requests_per_user}", fix="wait until some are served")  # fmt: skip
@@ -102,7 +98,9 @@ class Ledger:
 
         A user at his limit steps aside: he must not keep others waiting for what he himself holds."""
         most, held, usable = self.limits.tiles_per_user, self.held, self.usable
-        able = [(w, w.ask, w.within) for w in self.queue if most is None or self.held_by(w.uid) + self._size(w.ask) <= most]
+        able = [
+            (w, w.ask, w.within) for w in self.queue if most is None or self.held_by(w.record.uid) + self._size(w.ask) <= most
+        ]
         for request, tiles in grants(self.node, usable - held, usable, able, held):
             assert isinstance(request, Waiting)
             self.queue.remove(request)
@@ -112,16 +110,18 @@ class Ledger:
     def next_member(self) -> tuple[Waiting, Lease] | None:
         """Who waits for tiles of a job that has some by now. He leaves the queue."""
         for request in self.queue:
-            lease = self.of_job(request.job, request.uid)
+            lease = self.of_job(request.record) if request.for_job else None
             if lease is not None:
                 self.queue.remove(request)
                 return request, lease
         return None
 
-    def of_job(self, job: Job | None, uid: int) -> Lease | None:
-        """The lease of a job. A job has one user."""
-        return next((x for x in self.leases.values() if job is not None and x.record.kind == "job"
-                     and (x.record.cgroup, x.record.uid) == (job.cgroup, uid)), None)  # fmt: skip
+    def of_job(self, record: Record) -> Lease | None:
+        """The lease of the job that a process is in. A job has one user."""
+        whose = (record.cgroup, record.uid)
+        return next(
+            (x for x in self.leases.values() if x.record.kind == "job" and (x.record.cgroup, x.record.uid) == whose), None
+        )
 
     def members(self, lease: Lease) -> list[Lease]:
         """Whose pages say what a lease is doing."""

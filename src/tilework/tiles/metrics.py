@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from .leases import Lease
@@ -12,7 +13,7 @@ from .page import COLUMNS
 from .topology import Node
 from .view import STATES, View
 
-KINDS = {"exclusive": "exclusive", "shared": "shared", "member": "job", "job": "job"}  # of a process, by its record
+KINDS = ("exclusive", "shared", "job")
 
 
 class Counters:
@@ -29,7 +30,7 @@ class Counters:
     def look(self, node: Node, process: Lease, tiles: tuple[int, ...]) -> None:
         """Takes over what a process has done since the last look, on its tiles."""
         seconds, steps = process.usage.spent()
-        kind = KINDS[process.record.kind]
+        kind = "job" if process.record.of else process.record.kind
         self.steps[kind] += steps
         for column, spent in zip(COLUMNS, seconds, strict=True):
             if spent:
@@ -59,21 +60,15 @@ class _Collector:
 def _families(seen: View, counted: Counters) -> Iterator[Any]:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-    def gauge(name: str, text: str, values: dict[tuple[str, ...], float], *labels: str) -> Any:
-        family = GaugeMetricFamily(f"tilework_{name}", text, labels=labels)
+    def family(kind: Any, name: str, text: str, values: dict[tuple[str, ...], float], *labels: str) -> Any:
+        made = kind(f"tilework_{name}", text, labels=labels)
         for key, value in values.items():
-            family.add_metric(key, value)
-        return family
+            made.add_metric(key, value)
+        return made
 
-    def counter(name: str, text: str, values: dict[tuple[str, ...], float], *labels: str) -> Any:
-        family = CounterMetricFamily(f"tilework_{name}", text, labels=labels)
-        for key, value in values.items():
-            family.add_metric(key, value)
-        return family
-
+    gauge, counter = partial(family, GaugeMetricFamily), partial(family, CounterMetricFamily)
     leases = {lease.id: lease for lease in seen.leases}
     held = [(t, leases[t.lease]) for t in seen.tiles if t.lease is not None]
-    kinds = sorted(set(KINDS.values()))
     sessions = Counter[str](x.kind for x in (*seen.leases, *seen.shared))
     users = Counter(lease.user for _, lease in held)
     idle = Counter(lease.user for t, lease in held if t.state == "held-idle")
@@ -84,9 +79,9 @@ def _families(seen: View, counted: Counters) -> Iterator[Any]:
                 {(t.path,): x.idle_seconds for t, x in held}, "tile")  # fmt: skip
     yield gauge("held_tiles", "tiles that a user holds", {(u,): n for u, n in users.items()}, "user")
     yield gauge("held_idle_tiles", "tiles that a user holds and leaves idle", {(u,): idle[u] for u in users}, "user")
-    yield gauge("leases", "leases, and sessions that share the machine", {(k,): sessions[k] for k in kinds}, "kind")
+    yield gauge("leases", "leases, and sessions that share the machine", {(k,): sessions[k] for k in KINDS}, "kind")
     yield gauge("memory_bytes", "memory of sessions", {(k,): sum(x.memory_bytes for x in (*seen.leases, *seen.shared)
-                                                               if x.kind == k) for k in kinds}, "kind")  # fmt: skip
+                                                               if x.kind == k) for k in KINDS}, "kind")  # fmt: skip
     yield gauge("hung_leases", "leases and sessions that hang", {(): sum(x.hung for x in (*seen.leases, *seen.shared))})
     yield gauge("waiting_requests", "requests that wait for tiles", {(): seen.num_waiting})
     yield gauge("start_time_seconds", "when the daemon started, Unix time", {(): seen.daemon.started})
@@ -94,9 +89,9 @@ def _families(seen: View, counted: Counters) -> Iterator[Any]:
     yield counter("tile_activity_seconds", "seconds that holders of a tile spent in an activity",
                   {k: v for k, v in counted.tile_seconds.items() if k[0] in paths}, "tile", "activity")  # fmt: skip
     yield counter("activity_seconds", "seconds that processes spent in an activity",
-                  {(k, c): counted.seconds[k, c] for k in kinds for c in COLUMNS}, "kind", "activity")  # fmt: skip
-    yield counter("steps", "training steps", {(k,): counted.steps[k] for k in kinds}, "kind")
-    yield counter("leases_began", "leases and shared sessions that began", {(k,): counted.began[k] for k in kinds}, "kind")
-    yield counter("leases_ended", "leases and shared sessions that ended", {(k,): counted.ended[k] for k in kinds}, "kind")
+                  {(k, c): counted.seconds[k, c] for k in KINDS for c in COLUMNS}, "kind", "activity")  # fmt: skip
+    yield counter("steps", "training steps", {(k,): counted.steps[k] for k in KINDS}, "kind")
+    yield counter("leases_began", "leases and shared sessions that began", {(k,): counted.began[k] for k in KINDS}, "kind")
+    yield counter("leases_ended", "leases and shared sessions that ended", {(k,): counted.ended[k] for k in KINDS}, "kind")
     yield counter("waits", "requests that have got their tiles", {(): counted.waits})
     yield counter("wait_seconds", "seconds that they waited", {(): counted.waited_seconds})

@@ -72,7 +72,9 @@ def main(argv: list[str] | None = None) -> int:
 def _log(path: Path | None) -> None:
     """To a file; without one to stderr: of a service that is systemd's journal, which knows the time."""
     timed = "" if "JOURNAL_STREAM" in os.environ and path is None else "%(asctime)s "
-    handler = logging.StreamHandler() if path is None else logging.handlers.RotatingFileHandler(path, maxBytes=2**20, backupCount=3)
+    handler = (
+        logging.StreamHandler() if path is None else logging.handlers.RotatingFileHandler(path, maxBytes=2**20, backupCount=3)
+    )
     logging.basicConfig(handlers=[handler], level=logging.INFO, format=f"{timed}%(levelname)s %(message)s")
 
 
