@@ -1,4 +1,5 @@
-"""Sessions that ask for no tiles: they start at once, take nothing from anybody, and are shown. And CPU masks, with real processes."""
+"""Sessions that ask for no tiles: they start at once, take nothing from anybody, and are shown. And CPU masks, with real
+processes."""
 
 from __future__ import annotations
 

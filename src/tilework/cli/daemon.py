@@ -169,8 +169,9 @@ def _check_unused() -> None:
     with _writing(INSTALLED):
         found = [r for r in records.read_all(INSTALLED) if r.tiles and Lease.found(r)] if INSTALLED.is_dir() else []
     if found:
-        raise UserError("tiles-in-use", "sessions still hold tiles of the service",
-                        found=", ".join(f"pid {r.pid}" for r in found[:8]), fix="wait for them, or end them, then this again")  # fmt: skip
+        pids = ", ".join(f"pid {r.pid}" for r in found[:8])
+        raise UserError("tiles-in-use", "sessions still hold tiles of the service", found=pids,
+                        fix="wait for them, or end them, then this again")  # fmt: skip
 
 
 @contextmanager

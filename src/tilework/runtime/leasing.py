@@ -1,5 +1,5 @@
-"""What a session stands on: the tiles of its process, where some were asked for, with as many threads as they have cores; and a page
-that says what it is doing."""
+"""What a session stands on: the tiles of its process, where some were asked for, with as many threads as they have cores; and a
+page that says what it is doing."""
 
 from __future__ import annotations
 

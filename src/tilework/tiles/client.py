@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import logging
 import os
 import socket
@@ -37,7 +36,7 @@ log = logging.getLogger("tilework.tiles")
 ANSWER_SECONDS = 20.0  # for an answer, also from a daemon that is just starting
 GATE_SECONDS = 2.0  # then several may start it, because who was first may have been stopped; one of them becomes the daemon
 RESTART_SECONDS = 30.0  # how long a client bears a daemon that is being restarted
-SERVICE_SECONDS = 3.0  # how long a service may take to be up again
+UP_AGAIN_SECONDS = 3.0  # how long a service may take to be up again
 _KINDS: dict[str, type[TileworkError]] = {"environment": MachineError}
 _views = msgspec.json.Decoder(View)
 
@@ -68,7 +67,7 @@ class Connection:
             if not why:
                 raise
             raise MachineError("tiles-daemon", "the daemon of this machine's tiles does not start", found=why,
-                               fix="tilework daemon run shows why; TILEWORK_TILES=shared runs without tiles") from None  # fmt: skip
+                               fix="see `tilework daemon run`; TILEWORK_TILES=shared needs no daemon") from None  # fmt: skip
 
     def _why(self) -> str:
         if self._said < 0:
@@ -87,34 +86,26 @@ class Connection:
 def connect(start: bool = True) -> Connection:
     """A connection to the daemon that serves this process."""
     folder = run_folder()
+    until, service, pid = time.monotonic() + UP_AGAIN_SECONDS, is_service(folder), None
     try:
-        until = time.monotonic() + (SERVICE_SECONDS if is_service(folder) else 0.0)  # it may be on its way up again
         while True:
             sock = _reach(folder)
             if sock is not None:
                 return Connection(sock)
-            if time.monotonic() >= until:
+            pid = place.process_at(folder) if start else None  # about to end, or to make again what somebody removed
+            if time.monotonic() >= until or not (service or pid):
                 break
-            time.sleep(0.05)
-        if start and not is_service(folder):
-            pid, until = place.process_at(folder), time.monotonic() + GATE_SECONDS
-            while pid is not None and time.monotonic() < until:  # it is about to end, or to make again what somebody removed
-                time.sleep(0.01)
-                sock = _reach(folder)
-                if sock is not None:
-                    return Connection(sock)
-                pid = place.process_at(folder)
-            if pid is None:
-                return _start(folder, GATE_SECONDS)
+            time.sleep(0.02)
+        if start and not service and pid is None:
+            return _start(folder, GATE_SECONDS)
     except OSError as e:
         if e.errno in (errno.EMFILE, errno.ENFILE):
             raise MachineError("tiles-daemon", "this process has no file descriptors left", found=str(e), fix="ulimit -n") from e
         raise MachineError("tiles-folder", f"{folder}: the daemon cannot be started there", found=str(e),
                            fix="make room, or set TILEWORK_RUN to a folder that you can write to") from e  # fmt: skip
-    fix = "systemctl start tilework (as root)" if is_service(folder) else "tilework daemon run"
-    pid = place.process_at(folder) if start else None
-    raise MachineError("tiles-daemon", "no daemon serves this machine's tiles", fix=fix,
-                       found=f"nothing answers in {folder}" + (f", though pid {pid} has its place" if pid else ""))  # fmt: skip
+    raise MachineError("tiles-daemon", "no daemon serves this machine's tiles",
+                       found=f"nothing answers in {folder}" + (f", though pid {pid} has its place" if pid else ""),
+                       fix="systemctl start tilework (as root)" if service else "tilework daemon run")  # fmt: skip
 
 
 def _reach(folder: Path) -> socket.socket | None:
@@ -134,12 +125,16 @@ def answers(folder: Path) -> bool:
 
 
 def _start(folder: Path, patience: float) -> Connection:
-    """One of many clients makes the daemon's socket and starts it; it gets the socket, and so do all who are connected by then."""
+    """One of many clients makes the daemon's socket and starts it; the others find the socket."""
     gate = os.open(folder / "start.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         until = time.monotonic() + patience
-        while not _locks(gate) and time.monotonic() < until:  # another process is about to
-            time.sleep(0.002)
+        while time.monotonic() < until:
+            try:
+                alive.lock(gate)
+                break
+            except OSError:  # another process is about to
+                time.sleep(0.002)
         sock = _reach(folder)
         if sock is not None:
             return Connection(sock)
@@ -155,16 +150,7 @@ def _start(folder: Path, patience: float) -> Connection:
         finally:
             listener.close()
     finally:
-        fcntl.flock(gate, fcntl.LOCK_UN)  # a process that was forked meanwhile has the same open file
         os.close(gate)
-
-
-def _locks(gate: int) -> bool:
-    try:
-        fcntl.flock(gate, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    except BlockingIOError:
-        return False
 
 
 def _run(folder: Path, listener: int, said: int) -> None:

@@ -379,7 +379,7 @@ class Daemon(Server):
                     made.append(of)
             elif request.cpus is not None and not request.cpus & set(of.record.cpus):
                 raise UserError("tiles-mask", f"this process may not use the CPUs of its job's tiles, {ranges(of.record.cpus)}",
-                                found=f"CPUs {ranges(request.cpus)}", fix="ask for tiles of its own: TILEWORK_TILES=1")  # fmt: skip
+                                found=f"CPUs {ranges(request.cpus)}", fix="ask for others: TILEWORK_TILES=1")  # fmt: skip
             if of is not None:
                 record.kind, record.of = "member", of.record.id
             page, request.page = request.page, -1

@@ -1,6 +1,6 @@
-"""What this process has of the machine's tiles. By default nothing: its sessions share the machine, as any process does, and are only
-shown. Where tiles are asked for, all sessions of the process share them, and its threads run nowhere else; the last session to
-close gives them back."""
+"""What this process has of the machine's tiles. By default nothing: its sessions share the machine, as any process does, and are
+only shown. Where tiles are asked for, all sessions of the process share them, and its threads run nowhere else; the last session
+to close gives them back."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ def _take(held: Held, text: str, say: Callable[[str], None]) -> None:
     if ranks > 1:
         _check_ranks(ranks)
     could = set(_before) or os.sched_getaffinity(0)
-    lease = client.lease(text, command=_command(), label=_label(), platform=asked_platform(), wait=_wait(), cpus=could, report=say,
-                         own=(held.page, held.stack))  # fmt: skip
+    lease = client.lease(text, command=_command(), label=_label(), platform=asked_platform(), wait=_wait(), cpus=could,
+                         report=say, own=(held.page, held.stack))  # fmt: skip
     held.lease = lease
     held.asked |= {text, "", SHARED, str(len(lease.tiles))}
     if held.users == 0:

@@ -1,5 +1,5 @@
-"""The daemon as Prometheus reads it. Counters only grow while a daemon lives; labels are tiles, states, columns, kinds and users, of
-which a machine has few."""
+"""The daemon as Prometheus reads it. Counters only grow while a daemon lives; labels are tiles, states, columns, kinds and users,
+of which a machine has few."""
 
 from __future__ import annotations
 

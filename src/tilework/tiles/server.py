@@ -1,5 +1,5 @@
-"""The daemon's end of its socket: clients come and go, one packet is one request. What is malformed, oversized, silent or does not
-read its answers is cut off."""
+"""The daemon's end of its socket: clients come and go, one packet is one request. What is malformed, oversized, silent or does
+not read its answers is cut off."""
 
 from __future__ import annotations
 

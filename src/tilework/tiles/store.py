@@ -61,8 +61,9 @@ class Store:
             self._do("delete from leases where ended < ?", time.time() - _KEPT_DAYS * 86400)
 
     def began(self, lease: Record) -> None:
+        job, tiles = lease.job or lease.label, ",".join(map(str, lease.tiles))
         self._do("insert or replace into leases values (?,?,?,?,?,?,?,?,null,null)", lease.id, lease.uid, lease.pid,
-                 lease.command, lease.job or lease.label, lease.platform, ",".join(map(str, lease.tiles)), lease.since)  # fmt: skip
+                 lease.command, job, lease.platform, tiles, lease.since)  # fmt: skip
 
     def ended(self, lease: Record, how: str) -> None:
         self._do("update leases set ended=?, how=? where id=?", time.time(), how, lease.id)

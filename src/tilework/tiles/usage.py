@@ -78,8 +78,8 @@ class Usage:
         }
 
     def spent(self) -> tuple[list[float], int]:
-        """Seconds in each column, and steps, since this was last asked: for counters. What a page says is its process's word, so no
-        more time is believed than went by."""
+        """Seconds in each column, and steps, since this was last asked: for counters. What a page says is its process's word, so
+        no more time is believed than went by."""
         self.sample()
         last, before, self._counted = self._last, self._counted, self._last
         if last is None or last is before:

@@ -7,7 +7,8 @@ from typing import Literal
 
 import msgspec
 
-# A tile is free; held; held by somebody who has done nothing for a while; held by somebody who hangs; drained, but still held; drained.
+# A tile is free; held; held by somebody who has done nothing for a while; held by somebody who hangs; drained, but still held;
+# drained.
 State = Literal["free", "held", "held-idle", "hung", "draining", "drained"]
 STATES: tuple[State, ...] = ("free", "held", "held-idle", "hung", "draining", "drained")
 

@@ -1,5 +1,5 @@
-"""Which tiles a program asks for: SF_RNT_TILE_AFFINITY, else --num-tiles, now or when the PEF was compiled, else one RDU. Users of a
-DataScale expect tiles of their own; TILEWORK_TILES=shared runs without."""
+"""Which tiles a program asks for: SF_RNT_TILE_AFFINITY, else --num-tiles, now or when the PEF was compiled, else one RDU.
+Users of a DataScale expect tiles of their own; TILEWORK_TILES=shared runs without."""
 
 from __future__ import annotations
 

@@ -24,8 +24,8 @@ _SHORTEST, _LONGEST = 0.1, 86400.0  # seconds between two looks
 
 
 def rows(seen: View, skip_idle: bool = False) -> list[dict[str, Any]]:
-    """One row a tile: its path, percentages that add up to 100 (None: nobody knows), and the process that holds it. Then one for each
-    process that shares the machine."""
+    """One row a tile: its path, percentages that add up to 100 (None: nobody knows), and the process that holds it. Then one
+    for each process that shares the machine."""
     leases = {lease.id: lease for lease in seen.leases}
     found = [_row(spelt(t.path, seen.levels), leases[t.lease] if t.lease is not None else None, t.state, t.drained)
              for t in seen.tiles if t.lease is not None or not skip_idle]  # fmt: skip
