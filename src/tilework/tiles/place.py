@@ -21,6 +21,7 @@ from . import alive
 
 log = logging.getLogger("tilework.tiles")
 INSTALLED = Path("/run/tilework")
+COMMON = Path("/tmp")  # for users without a runtime folder
 SOCKET, LOCK = "daemon.sock", "daemon.lock"
 
 
@@ -32,8 +33,8 @@ def run_folder() -> Path:
         return INSTALLED
     # A process of the same user without that variable (cron, a batch job) must find the same daemon.
     runtime = [Path(p) for p in (os.environ.get("XDG_RUNTIME_DIR", ""), f"/run/user/{os.getuid()}") if p]
-    places = [p / "tilework" for p in runtime if _private(p)] + [Path(f"/tmp/tilework-{os.getuid()}")]
-    return made(next((p for p in places if (p / SOCKET).exists()), places[0]))
+    places = [p / "tilework" for p in runtime if _private(p)] + [COMMON / f"tilework-{os.getuid()}"]
+    return made(next((p for p in places if _private(p) and (p / SOCKET).exists()), places[0]))
 
 
 def installed() -> bool:

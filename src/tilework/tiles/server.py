@@ -110,7 +110,9 @@ class Server:
             self.close(connection.sock)
 
     def _packet(self, sock: socket.socket) -> None:
-        connection = self.connections[sock.fileno()]
+        connection = self.connections.get(sock.fileno())
+        if connection is None:  # closed meanwhile
+            return
         try:
             packet, _, flags, _ = sock.recvmsg(messages.LARGEST_REQUEST)  # without room for descriptors: we take none
         except BlockingIOError:
