@@ -125,7 +125,7 @@ def holder(run_folder: Path) -> Iterator[Callable[..., subprocess.Popen]]:
         process.wait()
 
 
-def leases_when(condition: Callable[[list], bool], seconds: float = 5.0) -> list:
+def leases_when(condition: Callable[[list], bool], seconds: float = 30.0) -> list:
     """The leases, once they are as expected; the test fails where that takes too long."""
     until = time.monotonic() + seconds
     while True:
