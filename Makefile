@@ -1,4 +1,4 @@
-# make setup | demo | test | test-full | coverage | bench | bench-smoke | lint | wheel | clean
+# make setup | demo | test | test-full | coverage | bench | bench-smoke | docs | lint | wheel | clean
 # `make demo ARGS="--data-path DIR"` trains on the full MNIST files; `make demo ARGS=--download` fetches them first.
 # `make bench ARGS="--rows lenet-1 --rounds 5"` measures some rows; bench/README.md has the rest.
 
@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 FRONTENDS := $(patsubst %/pyproject.toml,./%,$(wildcard frontends/*/pyproject.toml))
 
-.PHONY: setup demo test test-full coverage bench bench-smoke lint wheel clean
+.PHONY: setup demo test test-full coverage bench bench-smoke docs lint wheel clean
 
 setup: $(VENV)/.ready
 
@@ -37,7 +37,7 @@ test: lint
 test-full: lint
 	@$(BIN)/python scripts/test_full.py $(ARGS)
 
-# Models of public libraries beside eager PyTorch; the table goes into docs/coverage.md. The libraries are installed when they are
+# Models of public libraries compared with eager PyTorch; the table goes into docs/coverage.md. The libraries are installed when they are
 # first needed, without what they depend on: some of them would bring another torch.
 $(VENV)/.coverage-ready: $(VENV)/.ready requirements-coverage.lock
 	@echo "installing the libraries whose models are tried"
@@ -58,6 +58,16 @@ bench: $(VENV)/.bench-ready
 
 bench-smoke: $(VENV)/.bench-ready
 	@$(BIN)/python -m bench --smoke $(ARGS)
+
+# The site, in out/site: every link, anchor and picture checked, nothing fetched from other hosts by whoever reads it.
+$(VENV)/.docs-ready: $(VENV)/.ready requirements-docs.lock
+	@echo "installing what builds the documentation"
+	@$(BIN)/pip install -q --disable-pip-version-check -r requirements-docs.lock
+	@touch $@
+
+docs: $(VENV)/.docs-ready
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@$(BIN)/python scripts/check_site.py out/site
 
 wheel: setup
 	@for place in . $(FRONTENDS); do $(BIN)/python -m build --wheel --no-isolation --outdir dist $$place || exit 1; done

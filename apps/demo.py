@@ -1,4 +1,4 @@
-"""The demo: compile LeNet, train it on digits, test it, and stand it beside eager PyTorch and torch.compile.
+"""The demo: compile LeNet, train it on digits, test it, and compare it with eager PyTorch and torch.compile.
 
     make demo                                   # the 6 000 + 1 000 digits that the package carries
     make demo ARGS="--data-path DIR"            # the full MNIST files, in DIR or DIR/MNIST/raw
@@ -142,7 +142,7 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     if args.download:
         args.data_path = digits.download(args.data_path or Path("data/mnist"), lambda t: console.print(f"  {t}"))
-    data = f"MNIST from {args.data_path}" if args.data_path else "the carried digits (6 000 + 1 000 of MNIST)"
+    data = f"MNIST from {args.data_path}" if args.data_path else "the built-in digits (6 000 + 1 000 of MNIST)"
 
     console.print(f"[1/4] compiling LeNet, batch {BATCH_SIZE}, into {args.out / 'lenet.pef'}")
     begin = time.perf_counter()
@@ -152,7 +152,7 @@ def main() -> None:
 
     tilework.compile(build(batch_size=BATCH_SIZE, lr=LR), args.out / "lenet.pef", report=report)
 
-    console.print("[2/4] test: the artifact beside the untouched module, tensor by tensor")
+    console.print("[2/4] test: comparing the artifact with the untouched module, tensor by tensor")
     result = check(args.out / "lenet.pef", build(batch_size=BATCH_SIZE, lr=LR))
     worst = max(result.rows, key=lambda r: r.error / r.tolerance)
     console.print(f"  {'pass' if result.ok else 'FAIL'}: {len(result.rows)} tensors; worst {worst.kind} {worst.name}, "
@@ -187,7 +187,7 @@ def main() -> None:
     console.print("[4/4] timing: all three take turns in one process")
     speed = speeds(args.out)
     table = Table(title=f"LeNet, batch {BATCH_SIZE}, {results['Tilework']['threads']} threads, {data}", title_justify="left")
-    for column in ("", "test accuracy", "steps/s", "beside eager", "seconds to the first step"):
+    for column in ("", "test accuracy", "steps/s", "compared with eager", "seconds to first step"):
         table.add_column(column, justify="left" if not column else "right")
     for c in CONTENDERS:
         table.add_row(c, f"{results[c]['accuracy']:.2%}", f"{speed[c]:.0f}", f"{speed[c] / speed['eager PyTorch']:.2f} x",

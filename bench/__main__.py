@@ -1,4 +1,4 @@
-"""Tilework beside eager PyTorch, torch.compile and JAX: whole training steps on a CPU, in one table.
+"""Tilework compared with eager PyTorch, torch.compile and JAX: whole training steps on a CPU, in one table.
 
     python -m bench --smoke                     under three minutes: three rows, checked and timed briefly
     python -m bench                             everything; an hour on two cores, most of it other compilers' work
@@ -7,7 +7,7 @@
     python -m bench --keep                      the result becomes bench/results.json, which later runs are compared with
     python -m bench --redraw                    table and charts again from the last run's JSON
 
-Rows: logreg-1 ffn-1 ffn-64 lenet-1 lenet-64 unet-4 gpt-4, epoch, call-item, cold-start, compile-time, overhead, growth.
+Rows: logreg-1 ffn-1 ffn-64 lenet-1 lenet-64 unet-4 lstm-32 gpt-4, epoch, call-item, cold-start, compile-time, overhead, growth.
 Results: bench.json, bench.md, bench.png, growth.png in out/bench (--out). What is measured and how: bench/README.md.
 
 Exit code 0; 1 where a contender's arithmetic is wrong, where --strict finds a row worse than kept, or where --smoke finds
@@ -77,7 +77,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--add", action="store_true", help="keep the rows of the last run that this one does not measure")
     parser.add_argument("--json", action="store_true", help="print the result as JSON instead of the table")
     parser.add_argument(
-        "--keep", action="store_true", help="write the result to bench/results.json and docs/benchmark.md (also with --redraw)"
+        "--keep",
+        action="store_true",
+        help="write the result to bench/results.json, README.md and docs/benchmark.md (also with --redraw)",
     )
     parser.add_argument("--strict", action="store_true", help="exit with 1 where a row is worse than kept")
     parser.add_argument("--redraw", action="store_true", help="measure nothing: table and charts from the last JSON")
@@ -234,16 +236,12 @@ def draw(result: dict[str, Any], out: Path) -> list[Path]:
     return made + ([out / "growth.png"] if draw_growth(result.get("growth", {}), result, out / "growth.png") else [])
 
 
-def keep_result(result: dict[str, Any], out: Path) -> None:
-    """Later runs are compared with it, and the documentation shows it."""
+def keep_result(result: dict[str, Any]) -> None:
+    """Later runs are compared with it, and README and documentation show it."""
+    from .readme import write
+
     write_json(KEPT, result)
-    docs = KEPT.parent.parent / "docs"
-    pictures = []
-    for name, kept, text in (("bench.png", "benchmark.png", "speed beside eager"), ("growth.png", "growth.png", "cost growth")):
-        if (out / name).exists():
-            shutil.copyfile(out / name, docs / kept)
-            pictures.append(f"![{text}]({kept})")
-    (docs / "benchmark.md").write_text(markdown(result) + "\n" + "\n\n".join(pictures) + "\n")
+    write(result)
 
 
 def too_slow(result: dict[str, Any]) -> list[str]:
@@ -262,7 +260,7 @@ def main(arguments: list[str] | None = None) -> int:
         draw(result, args.out)
         print(markdown(result, variants=False))
         if args.keep:
-            keep_result(result, args.out)
+            keep_result(result)
         return 0
     shutil.rmtree(args.out / "logs", ignore_errors=True)
     args.out.mkdir(parents=True, exist_ok=True)
@@ -274,8 +272,8 @@ def main(arguments: list[str] | None = None) -> int:
     for path in [args.out / "bench.json", args.out / "bench.md", *draw(result, args.out)]:
         run.settings.report(f"written: {path}")
     if args.keep:
-        keep_result(result, args.out)
-        run.settings.report(f"kept: {KEPT.name}, docs/benchmark.md")
+        keep_result(result)
+        run.settings.report(f"kept: {KEPT.name}, README.md, docs/benchmark.md")
     if run.wrong:
         return 1
     if args.smoke and too_slow(result):

@@ -1,4 +1,4 @@
-"""The charts: speed beside eager PyTorch (bench.png), and step time against batch and width (growth.png)."""
+"""The charts: speed compared with eager PyTorch (bench.png; short: speed.png), step time against batch and width (growth.png)."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def draw_speeds(result: dict[str, Any], path: Path) -> bool:
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     machine, threads = result["machine"], result["settings"]["threads"]
-    axes.set_xlabel("training speed beside eager PyTorch (longer is faster; logarithmic)")
+    axes.set_xlabel("training speed compared with eager PyTorch (longer is faster; logarithmic)")
     figure.suptitle("Training steps on a CPU", fontsize=14, fontweight="bold", x=0.02, ha="left")
     axes.set_title(f"{machine['cpu']}, {threads} threads, torch {machine['torch']}, jax {machine['jax']}, {result['date'][:10]}",
                    fontsize=9, loc="left", color="#495057")  # fmt: skip
@@ -80,6 +80,47 @@ def draw_speeds(result: dict[str, Any], path: Path) -> bool:
     figure.savefig(path)
     plt.close(figure)
     return True
+
+
+def draw_summary(result: dict[str, Any], columns: dict[str, tuple[str, ...]], labels: dict[str, str], path: Path) -> None:
+    """The README's chart: a group a row, a bar for the fastest variant of each framework, its speed compared with eager."""
+    plt = _pyplot()
+    colours = dict(zip(columns, ("#d1495b", "#6c757d", "#3d85c6", "#3a9d5d"), strict=True))
+    figure, axes = plt.subplots(figsize=(9, 4.9), dpi=110)
+    rows = [name for name in labels if "tilework" in result["rows"].get(name, {}).get("contenders", {})]
+    others = [column for column in columns if column != "eager PyTorch"]
+    most = 1.0
+    for group, name in enumerate(rows):
+        times = {c: [t["median"] for n, t in result["rows"][name]["contenders"].items() if n in columns[c]] for c in columns}
+        speeds = {c: min(times["eager PyTorch"]) / min(times[c]) for c in others if times[c]}
+        most = max(most, *speeds.values())
+        for index, column in enumerate(others):
+            if column not in speeds:
+                continue
+            speed, place = speeds[column], group + (index - 1) * 0.27
+            axes.barh(place, speed - 1, 0.25, left=1, color=colours[column], zorder=3, label=column if group == 0 else None)
+            axes.annotate(_times(speed), (max(speed, 1.0), place), xytext=(4, 0), textcoords="offset points", va="center",
+                          fontsize=7.5, fontweight="bold" if speed == max(speeds.values()) else "normal", zorder=4)  # fmt: skip
+    axes.set_yticks(range(len(rows)), [labels[name].replace("`", "") for name in rows], fontsize=9)
+    axes.tick_params(axis="y", length=0)
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.set_xlim(0.35, most * 1.9)
+    ticks = [t for t in (0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500) if t <= most * 1.2]
+    axes.set_xticks(ticks, [f"{t:g} x" for t in ticks])
+    axes.set_xticks([], minor=True)
+    axes.axvline(1.0, color="#343a40", linewidth=1, zorder=5)
+    axes.grid(axis="x", color="#e9ecef", zorder=0)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.legend(frameon=False, fontsize=9, loc="center right", bbox_to_anchor=(1.0, 0.42))
+    axes.set_xlabel("training speed compared with eager PyTorch (logarithmic)", fontsize=9)
+    axes.set_title(f"{result['machine']['cpu']}, {result['settings']['threads']} threads, {result['date'][:10]}", fontsize=8,
+                   loc="left", color="#495057")  # fmt: skip
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Comment": result["date"]})  # which result it shows: a test compares it with the kept one
+    plt.close(figure)
 
 
 def draw_growth(growth: dict[str, Any], result: dict[str, Any], path: Path) -> bool:
@@ -104,7 +145,7 @@ def draw_growth(growth: dict[str, Any], result: dict[str, Any], path: Path) -> b
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}".replace(",", " "))
         axes.set_yticks([], minor=True)
-        axes.set(xlabel=labels[series], ylabel="microseconds a training step")
+        axes.set(xlabel=labels[series], ylabel="microseconds per training step")
         axes.grid(color="#dee2e6")
         axes.legend(frameon=False, fontsize=9)
     machine = result["machine"]

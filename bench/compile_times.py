@@ -97,8 +97,9 @@ def _child(name: str, programs: Any, folder: Path) -> None:
         return tilework.compile(step, folder / file, options=tilework.Options(programs=programs))
 
     torch.manual_seed(0)
-    tiny = torch.nn.Sequential(torch.nn.Embedding(2, 2), torch.nn.Linear(2, 1), torch.nn.Flatten(0))  # with a called operator
-    compiled(tiny, (torch.tensor([1]),), "first.pef")
+    # with an operator that is called, and a product
+    tiny = torch.nn.Sequential(torch.nn.Embedding(2, 2), torch.nn.Linear(2, 2), torch.nn.Flatten(0), torch.nn.Linear(4, 1))
+    compiled(tiny, (torch.tensor([0, 1]),), "first.pef")
     model, inputs = MODELS[name]()
     wall, cpu = time.perf_counter(), _cpu()
     made = compiled(model, inputs, "model.pef")

@@ -28,7 +28,7 @@ class TileworkEpoch(EpochContender):
     def variants(self) -> list[str]:
         if self.kind == "call":
             return ["session.run(x, y).loss.item()"]
-        with_loader = f"Loader around DataLoader, {STEPS_PER_CALL} steps a call"
+        with_loader = f"Loader around DataLoader, {STEPS_PER_CALL} steps per call"
         return [with_loader if HAS_LOADER else "chunks of a permuted copy: no Loader yet"]
 
     def make_ready(self, number: int) -> None:

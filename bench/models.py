@@ -112,6 +112,16 @@ class GPT(nn.Module):
         return self.head(self.norm(h))
 
 
+class LSTM(nn.Module):
+    def __init__(self, width: int = 256) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(width, width, batch_first=True)
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:  # [n, 50, width] -> class scores [n, 10], from the last of 50 time steps
+        return self.head(self.layer(x)[0][:, -1])
+
+
 def token_loss(scores: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(scores.flatten(0, 1), y.flatten())
 
@@ -125,6 +135,7 @@ MODELS: dict[str, tuple[Callable[..., nn.Module], Loss]] = {
     "ffn": (FFN, class_loss),
     "lenet": (LeNet, class_loss),
     "unet": (UNet, class_loss),
+    "lstm": (LSTM, class_loss),
     "gpt": (GPT, token_loss),
 }
 
@@ -153,7 +164,7 @@ def make_data(row: Row) -> tuple[Tensor, Tensor]:
         return text[:, :-1].contiguous(), text[:, 1:].contiguous()  # the next token at each place
     if row.model == "unet":
         return torch.randn(n, 3, 64, 64, generator=g), torch.randint(0, 2, (n, 64, 64), generator=g)
-    shape = (1, 28, 28) if row.model == "lenet" else (784,)
+    shape = {"lenet": (1, 28, 28), "lstm": (50, 256)}.get(row.model, (784,))
     return torch.randn(n, *shape, generator=g), torch.randint(0, 10, (n,), generator=g)
 
 

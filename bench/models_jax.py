@@ -134,6 +134,20 @@ def unet(p: Arrays, stats: Arrays, x: jax.Array, form: Form) -> tuple[jax.Array,
     return conv(p, "head", x, form, 0), new
 
 
+def lstm(p: Arrays, stats: Arrays, x: jax.Array, form: Form) -> tuple[jax.Array, Arrays]:
+    """All inputs in one product; a scan over time for the rest."""
+    inputs = x @ p["layer.weight_ih_l0"] + p["layer.bias_ih_l0"] + p["layer.bias_hh_l0"]
+    nothing = jnp.zeros((x.shape[0], x.shape[2]), x.dtype)
+
+    def one(state: tuple[jax.Array, jax.Array], now: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
+        i, f, g, o = jnp.split(now + state[0] @ p["layer.weight_hh_l0"], 4, axis=-1)
+        cell = jax.nn.sigmoid(f) * state[1] + jax.nn.sigmoid(i) * jnp.tanh(g)
+        return (jax.nn.sigmoid(o) * jnp.tanh(cell), cell), None
+
+    (last, _), _ = lax.scan(one, (nothing, nothing), inputs.swapaxes(0, 1))
+    return linear(p, "head", last), stats
+
+
 def gpt(p: Arrays, stats: Arrays, x: jax.Array, form: Form) -> tuple[jax.Array, Arrays]:
     heads = 8
     h = p["embed.weight"][x] + p["position.weight"]
@@ -153,6 +167,7 @@ MODELS: dict[str, Callable[[Arrays, Arrays, jax.Array, Form], tuple[jax.Array, A
     "ffn": ffn,
     "lenet": lenet,
     "unet": unet,
+    "lstm": lstm,
     "gpt": gpt,
 }
 

@@ -40,11 +40,11 @@ def duration(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
-def markdown(result: dict[str, Any], variants: bool = True) -> str:
+def markdown(result: dict[str, Any], variants: bool = True, title: bool = True) -> str:
     """All tables; the long one with the variants only where wanted."""
     machine, settings = result["machine"], result["settings"]
-    parts = [
-        "# Tilework beside its peers",
+    parts = ["# Tilework compared with eager PyTorch, torch.compile and JAX"] if title else []
+    parts += [
         f"{result['date']} · `{result['command']}` · {settings['threads']} threads · {machine['cpu']}, {machine['cores']} cores"
         f" · torch {machine['torch']} · jax {machine['jax']} · median of {settings['rounds']} rounds",
     ]
@@ -67,7 +67,7 @@ def _steps(result: dict[str, Any]) -> list[str]:
         lines.append([name, *cells, *ratios, row.get("best_peer", "")])
     return [
         "## Time of a training step",
-        table(["row", *columns, "beside eager", "beside best peer", "best peer"], lines, (0, len(columns) + 3)),
+        table(["row", *columns, "vs eager", "vs best peer", "best peer"], lines, (0, len(columns) + 3)),
     ]
 
 
@@ -76,7 +76,7 @@ def _epochs(result: dict[str, Any]) -> list[str]:
     if not own:
         return []
     lines = [[c, f"{v['median'] * EPOCH_SAMPLES:.2f} s", str(v["steps_a_slice"]), v["setting"]] for c, v in own.items()]
-    head = ["", "epoch", "samples measured", "with"]
+    head = ["contender", "epoch", "samples measured", "with"]
     return [f"## An epoch of logistic regression, {EPOCH_SAMPLES} samples, batch 1", table(head, lines, (0, 3))]
 
 
@@ -84,7 +84,7 @@ def _cold_start(result: dict[str, Any]) -> list[str]:
     found = []
     for name, row in result.get("cold_start", {}).items():
         lines = [[c, f"{v['whole']['median']:.2f} s", f"{v['beyond']['median']:.3f} s"] for c, v in row["contenders"].items()]
-        found += [f"## Cold start to the first step: {name}", table(["", "whole", "beyond importing the framework"], lines)]
+        found += [f"## Cold start to the first step: {name}", table(["", "whole", "without importing the framework"], lines)]
     return found
 
 
@@ -97,21 +97,21 @@ def _overhead(result: dict[str, Any]) -> list[str]:
     o = result.get("overhead")
     if not o:
         return []
-    return [f"Tilework's overhead: {o['loop_us']:.2f} us a step in a loop, {o['call_us']:.2f} us a call from Python."]
+    return [f"Tilework's overhead: {o['loop_us']:.2f} us per step in a loop, {o['call_us']:.2f} us per call from Python."]
 
 
 def _verdicts(result: dict[str, Any]) -> list[str]:
-    lines = [[v["what"], v["target"], f"{v['value']:.2f} {v['unit']}", "PASS" if v["holds"] else "FALLS SHORT"]
+    lines = [[v["what"], v["target"], f"{v['value']:.2f} {v['unit']}", "pass" if v["holds"] else "MISSED"]
              for v in result.get("must_hold", [])]  # fmt: skip
-    return ["## What must hold", table(["", "target", "measured", ""], lines, (0, 3))] if lines else []
+    return ["## Targets", table(["", "target", "measured", "result"], lines, (0, 3))] if lines else []
 
 
 def _regressions(result: dict[str, Any]) -> list[str]:
     if "regressions" not in result:
         return []
-    lines = [f"- {r['row']}: {r['now']:.2f} x beside {r['peer']}, kept {r['kept']:.2f} x beside {r['kept_peer']}"
+    lines = [f"- {r['row']}: {r['now']:.2f} x compared with {r['peer']}; before: {r['kept']:.2f} x compared with {r['kept_peer']}"
              + (" (noisy)" if r["noisy"] > NOISY else "") for r in result["regressions"]]  # fmt: skip
-    return ["## Worse than the kept results by more than 10 %", "\n".join(lines) if lines else "None."]
+    return ["## More than 10 % worse than the kept results", "\n".join(lines) if lines else "None."]
 
 
 def _settings(result: dict[str, Any]) -> list[str]:
@@ -121,8 +121,8 @@ def _settings(result: dict[str, Any]) -> list[str]:
             others = {k: duration(t) if isinstance(t, float) else "failed" for k, t in v["trials"].items() if k != v["setting"]}
             tried = "; ".join(f"{k} {t}" for k, t in others.items())
             lines.append([name, contender, duration(v["median"]), f"{v['iqr'] / v['median']:.0%}", v["setting"], tried])
-    head = ["row", "", "median", "IQR", "variant", "also tried"]
-    return ["## The variant that each contender ran in", table(head, lines, (0, 1, 4, 5))] if lines else []
+    head = ["row", "contender", "median", "IQR", "variant", "also tried"]
+    return ["## The variant used for each contender", table(head, lines, (0, 1, 4, 5))] if lines else []
 
 
 def _notes(result: dict[str, Any]) -> list[str]:

@@ -54,6 +54,7 @@ ROWS = {
         Row("lenet-1", "lenet", 1, _MOMENTUM, 64, spatial=True),
         Row("lenet-64", "lenet", 64, _MOMENTUM, 16, spatial=True),
         Row("unet-4", "unet", 4, _MOMENTUM, 5, rtol=2e-3, spatial=True, large=True),
+        Row("lstm-32", "lstm", 32, _SGD, 5, large=True),
         Row("gpt-4", "gpt", 4, Optimizer("adamw", 1e-4), 5, rtol=2e-3, large=True),
     )
 }

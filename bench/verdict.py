@@ -17,7 +17,7 @@ VS_EAGER = {"logreg-1": 40.0, "lenet-1": 5.0, "epoch": 10.0, "call-item": 3.0}
 VS_BEST_PEER = {"logreg-1": 2.0, "ffn-1": 1.5, "lenet-1": 2.5}
 COLD_START = 5.0  # times torch.compile with a warm cache, beyond importing the framework
 COMPILE_SECONDS = {"logreg-1": 3.0, "lenet-64": 5.0, "unet-4": 20.0}  # with default options
-OVERHEAD_US = {"loop_us": (2.0, "overhead of a step in a loop"), "call_us": (8.0, "overhead of a call from Python")}
+OVERHEAD_US = {"loop_us": (2.0, "overhead per step in a loop"), "call_us": (8.0, "overhead per call from Python")}
 
 
 @dataclass(frozen=True)
@@ -63,14 +63,18 @@ def must_hold(result: dict[str, Any]) -> list[dict[str, Any]]:
 
     for name, row in result.get("rows", {}).items():
         if "vs_eager" in row and name in VS_EAGER:
-            at_least(f"{name}: beside eager", row["vs_eager"], VS_EAGER[name])
+            at_least(f"{name}: compared with eager", row["vs_eager"], VS_EAGER[name])
         if "vs_best_peer" in row:
-            at_least(f"{name}: beside the best peer ({row['best_peer']})", row["vs_best_peer"], VS_BEST_PEER.get(name, EVERY_ROW))
+            at_least(
+                f"{name}: compared with the best peer ({row['best_peer']})",
+                row["vs_best_peer"],
+                VS_BEST_PEER.get(name, EVERY_ROW),
+            )
     for name, row in result.get("cold_start", {}).items():
         own = row["contenders"]
         if "tilework" in own and "compile-model" in own:
             ratio = own["compile-model"]["beyond"]["median"] / own["tilework"]["beyond"]["median"]
-            at_least(f"cold start {name}: beside torch.compile, beyond the import", ratio, COLD_START)
+            at_least(f"cold start {name}: compared with torch.compile, without the import", ratio, COLD_START)
     for name, times in result.get("compile_time", {}).items():
         if "all" in times:
             below(f"compile time {name}", times["all"], COMPILE_SECONDS[name], "s")

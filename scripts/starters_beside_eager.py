@@ -1,4 +1,4 @@
-"""The starters on the full MNIST beside the same apps in eager PyTorch: accuracy and whole time of one epoch at batch 1.
+"""The starters on the full MNIST compared with the same apps in eager PyTorch: accuracy and whole time of one epoch at batch 1.
 
     python scripts/starters_beside_eager.py --data-path DIR [--apps logreg lenet] [--write]
 
@@ -114,7 +114,7 @@ def foreign(folder: str) -> str:
                 step(image, label)
             times[name].append((time.perf_counter() - begin) / len(loader) * 1e6)
     ours, theirs = (statistics.median(t[1:]) for t in times.values())
-    return f"{ours:.0f} us a step, eager {theirs:.0f} us: {theirs / ours:.1f} times faster"
+    return f"{ours:.0f} us per step, eager {theirs:.0f} us: {theirs / ours:.1f} times faster"
 
 
 def timed(command: list[str], folder: Path) -> tuple[float, float]:
@@ -154,7 +154,7 @@ def main() -> None:
         )
         print(lines[-1], flush=True)
     loop = (
-        f"A loop over a plain DataLoader with one `session.run` and one `.item()` a step, logreg at batch 1: {foreign(folder)}."
+        f"A loop over a plain DataLoader with one `session.run` and one `.item()` per step, logreg at batch 1: {foreign(folder)}."
     )
     print(loop)
     if args.write:

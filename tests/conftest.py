@@ -1,4 +1,4 @@
-"""Fixtures. Native compiles are slow (seconds), so they use -O1, share one cache, and artifacts are made once a session."""
+"""Fixtures. Native compiles are slow (seconds), so they share one cache, and artifacts are made once a session."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def artifact(workshop: Path) -> Callable[..., Path]:
         key = f"{name}-{device}-{programs}-" + hashlib.sha256(repr(sorted(kwargs.items())).encode()).hexdigest()[:8]
         if key not in made:
             path = workshop / f"{key}.pef"
-            options = Options(device=device, programs=programs, opt_level=1)  # type: ignore[arg-type]
+            options = Options(device=device, programs=programs)  # type: ignore[arg-type]
             compile_step(MODELS[name](**kwargs), path, options=options, weights="none")
             made[key] = path
         return made[key]

@@ -1,6 +1,7 @@
 """Three kinds of error: the user's mistake, the environment, our bug.
 
-Every error has an id. The id is a heading in docs/errors.md, where its cause, an example and the fix are described.
+Every error has an id. The id is a heading in errors.md beside this file, where its cause, an example and the fix are described;
+`tilework explain ID` prints it.
 A `Place` is one spot in the user's own source; an error can carry many, because we report all mistakes at once.
 """
 
@@ -10,7 +11,6 @@ import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-DOCS = "docs/errors.md"
 not_the_users: list[str] = []  # folders of frontends, with a separator at the end: a place in a message is never there
 
 
@@ -65,7 +65,7 @@ class TileworkError(Exception):
             lines.append(f"  expected: {self.expected}")
         if self.fix:
             lines.append(f"  fix:      {self.fix}")
-        lines.append(f"  see:      {DOCS}#{self.id}")
+        lines.append(f"  see:      tilework explain {self.id}")
         return "\n".join(lines)
 
     def as_json(self) -> dict[str, object]:

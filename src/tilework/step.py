@@ -24,10 +24,10 @@ class Step:
     inputs   what `model` is called with: a tuple or list gives positional arguments, a dict keyword arguments, anything
              else is the single argument. Shapes are fixed from these examples. An input with requires_grad gets a
              gradient that can be read.
-    targets  what `loss` gets after the model's output, where it is a separate function.
-    loss     a function or module `loss(output, *targets)`; or the position(s) or key(s) of the loss among what
-             `forward` returns; or None, when the loss is computed on the host; or "auto": the only scalar that forward
-             returns, or the one called loss; and where it has none, the host.
+    targets  what `loss` gets after the model's output, if it is a separate function.
+    loss     a function or module `loss(output, *targets)`; or the position(s) or name(s) of the loss among the outputs of
+             `forward`; or None, if the loss is computed on the host; or "auto": the only scalar that forward returns, or
+             the one called loss, or, if there is none, the host.
     optimizer  None (no updates), a torch optimizer, tilework.optim.LAMB, or a list of several.
     """
 
@@ -38,14 +38,14 @@ class Step:
     optimizer: Any = None
     clip_norm: float | None = None  # gradient clipping by global norm
     clip_value: float | None = None  # gradient clipping by value
-    num_micro_batches: int = 1  # gradient accumulation: this many calls of forward to one update
+    num_micro_batches: int = 1  # gradient accumulation: forward runs this many times per update
     accumulate: Literal["mean", "sum"] = "mean"
     precision: Literal["float32", "bfloat16"] = "float32"
     batch_dim: int | None = 0
-    train: bool = True  # False: only inference is built, and nothing of a backward pass
-    name: str = ""  # of its signature in the artifact; by default the size of its batch
-    examples: Literal["data", "shapes"] = "data"  # shapes: the examples' values mean nothing; valid ones are found
-    metadata: Mapping[str, Any] = field(default_factory=dict)  # the user's own notes; kept in the artifact
+    train: bool = True  # False: build inference only, without a backward pass
+    name: str = ""  # name of its signature in the artifact; the batch size by default
+    examples: Literal["data", "shapes"] = "data"  # shapes: the values of the examples do not matter; valid ones are found
+    metadata: Mapping[str, Any] = field(default_factory=dict)  # your own notes, kept in the artifact
 
     def __post_init__(self) -> None:
         problems = []
@@ -85,7 +85,7 @@ class Step:
             if not isinstance(opt, torch.optim.Optimizer):
                 problems.append(f"optimizer: found {type(opt).__name__}, expected a torch.optim.Optimizer")
         if problems:
-            raise UserError("step-argument", "the step is described wrongly:\n    " + "\n    ".join(problems))
+            raise UserError("step-argument", "the step has wrong fields:\n    " + "\n    ".join(problems))
 
     @property
     def batch_size(self) -> int | None:
@@ -109,7 +109,7 @@ class Step:
         no whole number of micro-batches, there is one."""
         size, dim = self.batch_size, self.batch_dim
         if size is None or dim is None:
-            raise UserError("step-batch", "the step has no batch whose size could be another",
+            raise UserError("step-batch", "other batch sizes need a batch dimension, and the step has none",
                             found="no input with a batch dimension", expected="batch_dim=, and inputs that have it")  # fmt: skip
         micro = rows // size if self.num_micro_batches > 1 and train and rows % size == 0 else 1
         each = rows // micro

@@ -11,6 +11,7 @@ import collections
 import fnmatch
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -88,25 +89,28 @@ def page(found: dict[str, Outcome]) -> str:
     lines = [
         "# Models of public libraries",
         "",
-        f"{len(trains)} of {count} models ({100 * len(trains) / count:.1f} %) train with eager PyTorch's numbers: tiny sizes,",
-        "`train()` mode, the libraries' own defaults for dropout, caches and the rest, five steps beside eager PyTorch from the",
-        "same weights with the same random numbers. Losses within 1e-4, parameters within 2 % of the largest update; where",
-        f"float32 is chaotic, float64 decides. {len(expected)} more show that they are refused with the line at fault:",
-        "a static step cannot do them.",
+        f"{len(trains)} of {count} models ({100 * len(trains) / count:.1f} %) train with eager PyTorch's numbers.",
+        "",
+        "Each model is tiny, in `train()` mode, with its library's defaults for dropout, caches and the rest. It trains for",
+        "five steps and is compared with eager PyTorch, from the same weights and with the same random numbers. Losses must",
+        "agree within 1e-4, and parameters within 2 % of the largest update. If float32 is too chaotic to tell, float64 decides.",
+        "",
+        f"{len(expected)} more models are there to be refused, with the line at fault: a static step cannot run them.",
         "",
         f'Written by `make coverage` with torch {torch.__version__.split("+")[0]}; compiled with `programs="fused"` at -O1.',
-        "CPU seconds are of whole compiles on a machine that did two or three things at a time; where they are below 7, most",
-        "programs came out of the cache.",
+        "CPU seconds are for whole compiles on a machine that did two or three things at a time. Below 7 s, most programs came",
+        "from the cache.",
         "",
-        "## Not, or not in full",
+        "## Not trained",
         "",
-        "| model | how it ends | message |",
+        "| model | result | message |",
         "|---|---|---|",
     ]
     for name in rest:
-        said = " ".join(found[name].detail.split()).replace("|", "\\|")
+        said = " ".join(found[name].detail.split(" see: ")[0].split()).replace("|", "\\|")
+        said = re.sub(r"\S*/site-packages/", "", said)
         lines.append(f"| {name} | {found[name].verdict}{' (as expected)' if name in expected else ''} | {said[:400]} |")
-    lines += ["", "## Trained", "", "| model | compile, CPU s | through torch's dispatcher |", "|---|---|---|"]
+    lines += ["", "## Trained", "", "| model | compile (CPU s) | operators called through torch's dispatcher |", "|---|---|---|"]
     for name in trains:
         called = ", ".join(found[name].called[:4]) + (" ..." if len(found[name].called) > 4 else "")
         decided = " (float64 decided)" if "float64" in found[name].verdict else ""

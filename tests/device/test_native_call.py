@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -96,38 +97,27 @@ def test_the_counters_can_count(session_of) -> None:
     assert len(frames) > 10 and "aten.addmm.default" in counter.operators
 
 
-def test_loading_is_quick_and_needs_no_compiler(artifact) -> None:
-    """At most 0.5 s beyond importing torch, with no compiler in sight."""
-    import os
-    import subprocess
-
+def test_loading_needs_no_compiler(artifact) -> None:
+    """With none in sight, and without what tracing and code generation would import. (How long it takes: bench, cold start.)"""
     code = (
-        "import torch, time; t = time.perf_counter(); import tilework; s = tilework.load(__import__('sys').argv[1]);"
-        "print(time.perf_counter() - t)"
+        "import sys, tilework; s = tilework.load(sys.argv[1]);"
+        "print(sorted(m for m in sys.modules if m.startswith(('torch._inductor', 'torch._dynamo', 'tilework.capture',"
+        " 'tilework.plan', 'tilework.compiler'))))"
     )
-    path = artifact("conv_bn", "cpu")
     environment = {k: v for k, v in os.environ.items() if k != "PATH"} | {"PATH": "/nonexistent"}
-    times = []
-    for _ in range(6):  # the best of some: other processes may be busy
-        if times and min(times) < 0.5:
-            break
-        done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, env=environment)
-        assert done.returncode == 0, done.stderr
-        times.append(float(done.stdout))
-    assert min(times) < 0.5
+    command = [sys.executable, "-c", code, str(artifact("conv_bn", "cpu"))]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
 
 
 def test_sessions_do_not_leak(session_of, artifact) -> None:
     """Sessions can be opened and closed many times: no files stay open, and native tensors are freed."""
-    import os
-
     path = artifact("linear", "cpu")
     with tilework.load(path):
         pass
     before = len(os.listdir("/proc/self/fd"))
-    begin = time.perf_counter()
     for _ in range(20):
         with tilework.load(path):
             pass
     assert len(os.listdir("/proc/self/fd")) == before
-    assert time.perf_counter() - begin < 20

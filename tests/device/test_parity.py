@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from devices import COMPUTING
@@ -11,7 +13,14 @@ from models import MODELS, OPTIMIZERS
 from parity import SEED, assert_same, batches, train_eager, train_session
 
 NUM_STEPS = 20
-DEFAULT = {"mlp": "adam"}
+
+
+@pytest.fixture(autouse=True)
+def _several_threads() -> Iterator[None]:
+    """As a user has it. Other tests run on one thread, beside each other."""
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)
 
 
 def compare(session_of, name: str, device: str, **kwargs) -> None:

@@ -97,7 +97,7 @@ def test_one_place(forward, line: str, fix: str, capsys) -> None:
     number = next(i for i, s in enumerate(Path(__file__).read_text().splitlines(), 1) if line in s and "HERE" in s)
     assert f"test_capture_errors.py:{number}" in text
     assert line in text and fix in text and "why:" in text
-    assert "1 place" in text and "docs/errors.md#capture-python" in text
+    assert "1 place" in text and "tilework explain capture-python" in text
 
 
 def test_append_to_a_list_is_found() -> None:

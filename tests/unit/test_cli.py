@@ -13,7 +13,7 @@ import pytest
 import forge
 
 TESTS = Path(__file__).parents[1]
-VERBS = ["compile", "run", "test", "measure", "inspect", "cache", "doctor"]
+VERBS = ["compile", "run", "test", "measure", "inspect", "cache", "doctor", "explain"]
 
 MODEL = '''
 import torch, torch.nn.functional as F

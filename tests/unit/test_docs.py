@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "bench" / "README.md", *(ROOT / "docs").glob("*.md")])
 BIN = Path(sys.executable).parent
 
 
@@ -83,12 +83,22 @@ def test_every_error_has_its_section() -> None:
 
 
 def test_the_annotated_tree_is_the_tree() -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text()
+    text = (ROOT / "CONTRIBUTING.md").read_text()
     for room in (ROOT / "src" / "tilework").iterdir():
         if room.is_dir() and room.name != "__pycache__":
             assert f"  {room.name}/" in text, room.name
         elif room.suffix == ".py" and room.name != "__init__.py":
             assert room.name in text, room.name
+    tree = text[text.index("## The tree") :]
+    files = {p.name for folder in ("src", "frontends", "apps", "bench") for p in (ROOT / folder).rglob("*") if p.is_file()}
+    named = re.findall(r"[\w-]+\.(?:py|cpp|md)\b", tree)
+    assert len(named) > 80 and [n for n in named if n not in files and not (ROOT / n).exists() and n != "benchmark.md"] == []
+
+
+def test_the_coverage_figures_are_those_of_the_table() -> None:
+    trained, tried = re.search(r"^(\d+) of (\d+) models", (ROOT / "docs" / "coverage.md").read_text(), re.M).groups()
+    for page in (ROOT / "README.md", ROOT / "docs" / "features.md"):
+        assert re.search(rf"Of {tried} models .*?, {trained} train", page.read_text(), re.S), page.name
 
 
 def test_dependencies_have_a_reason() -> None:
@@ -100,6 +110,7 @@ def test_dependencies_have_a_reason() -> None:
         *project["dependencies"],
         *project["optional-dependencies"]["dev"],
         *project["optional-dependencies"]["plot"],
+        *project["optional-dependencies"]["docs"],
     ]:
         name = re.match(r"[\w-]+", requirement).group()
         assert re.search(rf"\b{name}\b", text), name
@@ -108,3 +119,19 @@ def test_dependencies_have_a_reason() -> None:
     for requirement in project["dependencies"]:
         name = re.match(r"[\w-]+", requirement).group()
         assert name == "torch" or name in locked, name
+
+
+def test_the_page_of_test_results_comes_from_a_report(tmp_path: Path) -> None:
+    sys.path.insert(0, str(ROOT / "scripts"))
+    import test_results
+
+    (tmp_path / "test_one.py").write_text(
+        "import pytest\ndef test_a(): pass\ndef test_b(): assert 0\n@pytest.mark.skip\ndef test_c(): pass\n"
+        "def test_d(record_property): record_property('mutations', {'accepted': 3, 'artifact-damaged': 7})\n"
+    )
+    report = tmp_path / "report.xml"
+    subprocess.run([sys.executable, "-m", "pytest", "-q", "--rootdir", str(tmp_path), "-p", "no:cacheprovider",
+                    f"--junitxml={report}", str(tmp_path)], capture_output=True)  # fmt: skip
+    text = test_results.page(report, "make test", "abc123")
+    assert "2 passed, 1 failed, 1 skipped" in text and "abc123" in text
+    assert text.index("| artifact-damaged | 7 |") < text.index("| accepted | 3 |")

@@ -142,15 +142,16 @@ def test_memory_is_used_again() -> None:
 
 
 def test_loading_goes_on_beside_the_work() -> None:
-    def slow():
-        for _ in range(6):
-            time.sleep(0.05)
+    """While somebody works on a chunk, the next one is made: he waits for it, and it comes."""
+    made = [threading.Event() for _ in range(6)]
+
+    def data():
+        for event in made:
+            event.set()
             yield X, Y
 
-    begin = time.perf_counter()
-    for _ in tilework.Loader(slow(), num_steps=1):
-        time.sleep(0.05)
-    assert time.perf_counter() - begin < 0.5  # one after the other it would be 0.6 and more
+    for i, _ in enumerate(tilework.Loader(data(), num_steps=1)):
+        assert made[min(i + 1, 5)].wait(60)
 
 
 def test_an_error_in_the_data_comes_through_after_what_came_before() -> None:

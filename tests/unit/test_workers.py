@@ -70,16 +70,14 @@ def test_a_copy_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     me = os.getpid()
 
     def hang() -> str:
-        time.sleep(60)
+        time.sleep(3600)  # far beyond the time that a test may take
         return ""
 
     def slow() -> str:
         time.sleep(0.1)
         return "here"
 
-    begin = time.monotonic()
     assert results_of([Job(str(i), 1, here(me, slow, hang)) for i in range(3)], 2) == dict.fromkeys("012", "here")
-    assert time.monotonic() - begin < 10
 
 
 def test_no_copy_is_left_when_the_body_fails() -> None:

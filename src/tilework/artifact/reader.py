@@ -71,11 +71,11 @@ def read_artifact(path: str | Path, *, trust: bool = False) -> Artifact:
             check_owner(f, path, trust)
             members = _members(f, path)
     except FileNotFoundError:
-        raise UserError("artifact-missing", f"{path}: there is no such file", fix="compile it first, or correct it") from None
+        raise UserError("artifact-missing", f"{path}: there is no such file", fix="compile it first, or fix the path") from None
     except IsADirectoryError:
         raise UserError("artifact-missing", f"{path} is a folder, not an artifact", fix="give the .pef file in it") from None
     except PermissionError:
-        raise UserError("artifact-missing", f"{path}: you may not read this file") from None
+        raise UserError("artifact-missing", f"{path}: you have no permission to read this file") from None
     digest = _check_digests(members, path)
     manifest = _manifest(members, path)
     _check_members(members, manifest, path)
@@ -113,7 +113,7 @@ def check_owner(f: IO[bytes], path: Path, trust: bool) -> None:
     if problems:
         raise UserError(
             "artifact-owner",
-            f"{path}: an artifact holds machine code, and this one could have been changed by somebody else",
+            f"{path}: an artifact contains machine code, and other users could have changed this one",
             found="; ".join(problems),
             expected="a file of your own or root's that only its owner can write to",
             fix=f"chmod go-w {path}, or copy it; if you trust it as it is, --trust or {TRUST_VARIABLE}=1",
@@ -199,7 +199,7 @@ def _manifest(members: dict[str, bytes], path: Path) -> Manifest:
         return Manifest.from_json(text)
     except msgspec.ValidationError as e:
         raise _bad("artifact-manifest", path, "the manifest is not valid", found=str(e)[:300],
-                   expected="docs/manifest.schema.json") from e  # fmt: skip
+                   expected="a manifest that follows the published schema") from e  # fmt: skip
     except (ValueError, RecursionError) as e:
         raise _bad("artifact-manifest", path, "the manifest cannot be read", found=str(e)[:200]) from e
 
@@ -232,7 +232,7 @@ def _check_members(members: dict[str, bytes], manifest: Manifest, path: Path) ->
         if program.code is not None and not program.code.startswith("native/"):
             raise _bad("artifact-manifest", path, f"program {name}: code is not a native member", found=program.code)
     if manifest.weights.where == "inside" and "weights.safetensors" not in members:
-        raise _bad("artifact-manifest", path, "the weights should be inside, and are not")
+        raise _bad("artifact-manifest", path, "the weights should be inside, but they are missing")
 
 
 def _tensors(data: bytes | None, what: str, path: Path) -> dict[str, torch.Tensor]:

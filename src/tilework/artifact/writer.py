@@ -63,7 +63,7 @@ def require_replaceable(file: Path) -> None:
             "weights-exist", f"{file}: the compile would overwrite this file with the initial weights",
             found="a file that is not marked as initial weights, such as a checkpoint",
             expected="no file of that name, or initial weights from an earlier compile",
-            fix="move it or name the artifact otherwise; or compile with weights='inside' or 'none' (--weights); "
+            fix="move it or choose another name for the artifact; or compile with weights='inside' or 'none' (--weights); "
             "if it is only the initial weights of an older Tilework, delete it",
         )  # fmt: skip
 

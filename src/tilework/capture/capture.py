@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -71,7 +72,11 @@ def capture(
 
     sections=False: no fwd and bwd of their own, where the loss is known; only the two together (joint).
     constants: those of the steps that were captured before it, for the same artifact."""
-    return _Capture(settled(step), keep_momentum, constants or Constants(), report).run(sections)
+    with _one_at_a_time:
+        return _Capture(settled(step), keep_momentum, constants or Constants(), report).run(sections)
+
+
+_one_at_a_time = threading.RLock()  # torch traces in one thread of a process at a time, or fails
 
 
 class Constants:

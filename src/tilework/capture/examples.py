@@ -23,7 +23,7 @@ _TRIED = (("own", "own"), ("unit", "own"), ("own", "few"), ("unit", "few"), ("un
 
 
 def settled(step: Step) -> Step:
-    """The step with examples that it runs on, and whose outputs are finite where any make them so."""
+    """The step with example values on which it runs and, if there are any, with which its outputs are finite."""
     if step.examples == "data":
         return step
     runs: list[Step] = []

@@ -168,7 +168,7 @@ class Answers(TorchDispatchMode):
     def _next(self, kind: str) -> Read:
         read = next(self._left, None)
         if read is None or read.kind != kind:
-            raise BugError("capture-reads", "the trace reads other values than the run before it",
+            raise BugError("capture-reads", "the trace reads different values than the run before it",
                            found=kind, expected=read.kind if read else "no more reads")  # fmt: skip
         return read
 

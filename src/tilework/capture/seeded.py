@@ -49,6 +49,25 @@ def _feature_shape(func: Callable[..., Any], shape: Sequence[int]) -> tuple[int,
 DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d)
 
 
+_ATTENTION = F.scaled_dot_product_attention
+_attending: dict[int, _Dropout] = {}  # thread -> the mode inside whose attention it is
+_attending_lock = threading.Lock()
+_before = (F.dropout, F.scaled_dot_product_attention)  # what was there when the first one replaced it
+
+
+def _attention_inside(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **rest):  # type: ignore[no-untyped-def]
+    mode = _attending.get(threading.get_ident())
+    function = mode._attention if mode is not None and dropout_p else _before[1]
+    return function(query, key, value, attn_mask, dropout_p, is_causal, **rest)
+
+
+def _dropout_inside(input, p=0.5, training=True, inplace=False):  # type: ignore[no-untyped-def]
+    mode = _attending.get(threading.get_ident())
+    if mode is None:  # somebody else's model
+        return _before[0](input, p, training, inplace)
+    return mode._dropout(DROPOUTS[0], input, p, training, inplace)
+
+
 _RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 
 
@@ -63,7 +82,7 @@ class _Dropout(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in DROPOUTS:
             return self._dropout(func, *args, **kwargs)
-        if func is F.scaled_dot_product_attention and (kwargs.get("dropout_p") or (len(args) > 4 and args[4])):
+        if func is _ATTENTION and (kwargs.get("dropout_p") or (len(args) > 4 and args[4])):
             return self._attention(*args, **kwargs)
         packed = len(args) == 9 and isinstance(args[3], (list, tuple))  # (data, batch_sizes, state, weights, ...)
         if func in _RECURRENT and len(args) == 9 and not packed and args[5] and args[6]:
@@ -75,24 +94,22 @@ class _Dropout(TorchFunctionMode):
 
     @contextmanager
     def _inside_attention(self) -> Iterator[None]:
-        """Inside an intercepted function this mode is off; what torch's attention calls there is replaced by name."""
-        before, own = (F.dropout, F.scaled_dot_product_attention), threading.get_ident()
-
-        def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **rest):  # type: ignore[no-untyped-def]
-            plain = before[1] if not dropout_p or threading.get_ident() != own else self._attention
-            return plain(query, key, value, attn_mask, dropout_p, is_causal, **rest)
-
-        def dropout(input, p=0.5, training=True, inplace=False):  # type: ignore[no-untyped-def]
-            if threading.get_ident() != own:  # somebody else's model
-                return before[0](input, p, training, inplace)
-            return self._dropout(DROPOUTS[0], input, p, training, inplace)
-
-        F.dropout = dropout
-        F.scaled_dot_product_attention = attention  # type: ignore[assignment]
+        """Inside an intercepted function this mode is off; what torch's attention calls there is replaced by name, for this
+        thread. Several threads may capture at once: the first one replaces, the last one puts back."""
+        global _before
+        own = threading.get_ident()
+        with _attending_lock:
+            if not _attending:
+                _before = F.dropout, F.scaled_dot_product_attention
+                F.dropout, F.scaled_dot_product_attention = _dropout_inside, _attention_inside  # type: ignore[assignment]
+            _attending[own] = self
         try:
             yield
         finally:
-            F.dropout, F.scaled_dot_product_attention = before
+            with _attending_lock:
+                del _attending[own]
+                if not _attending:
+                    F.dropout, F.scaled_dot_product_attention = _before
 
     def _dropout(self, func, input, p=0.5, training=True, inplace=False):  # type: ignore[no-untyped-def]
         if not training:
@@ -171,7 +188,7 @@ class SeededRandom(TorchDispatchMode):
         if not 0 <= site < 2**30:
             raise UserError(
                 "random-seed",
-                "the model seeds torch's random numbers itself, so that every step would draw the same",
+                "the model seeds torch's random numbers itself, so every step would draw the same numbers",
                 found=f"a generator with seed {site + _SITES}",
                 fix="seed on the host, before the step: session.seed(...)",
             )

@@ -18,6 +18,7 @@ from torch._decomp import get_decompositions
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.overrides import TorchFunctionMode
 
 from ..artifact.graph import Graph, Node, Ref, TensorType
 from ..errors import BugError, Place, TileworkError, UserError
@@ -85,9 +86,8 @@ def _at_user_line(e: BaseException, why: str, fix: str) -> UserError:
 
 def trace(fn: Callable[..., Sequence[Tensor]], args: Sequence[Tensor]) -> Traced:
     """fn takes and returns flat tensors. It may close over tensors and change them in place."""
-    # Without oneDNN, recurrent layers are traced as the plain operators they consist of, not as one opaque operator.
     with without_warnings():
-        with fx_traceback.preserve_node_meta(), torch.backends.mkldnn.flags(enabled=False):
+        with fx_traceback.preserve_node_meta(), _PlainRecurrent():
             with explained():
                 module = make_fx(
                     fn,
@@ -112,9 +112,24 @@ def trace(fn: Callable[..., Sequence[Tensor]], args: Sequence[Tensor]) -> Traced
                     "capture-overlap",
                     "the model changes a tensor in place in a way that torch cannot write without changes",
                     found=str(e).splitlines()[0][:300],
-                    fix="make a copy before (x = x.clone()), or write it with operators that make new tensors",
+                    fix="copy it first (x = x.clone()), or write it with operators that make new tensors",
                 ) from e
     return Traced(functional, closed_over, len(args))
+
+
+class _PlainRecurrent(TorchFunctionMode):
+    """Without oneDNN, an LSTM is traced as the plain operators that it consists of, not as one opaque operator. The switch is the
+    whole process's, so it is thrown for no longer than such a call."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func is not torch.lstm:
+            return func(*args, **(kwargs or {}))
+        before = torch._C._get_mkldnn_enabled()
+        torch._C._set_mkldnn_enabled(False)
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            torch._C._set_mkldnn_enabled(before)
 
 
 def gradients(outputs: Sequence[Tensor], inputs: Sequence[Tensor], seeds: Sequence[Tensor]) -> Sequence[Tensor | None]:

@@ -36,14 +36,17 @@ def compile(
     report: Report = lambda _: None,
     verify: bool = True,
 ) -> Compiled:
-    """Compile a training step into the artifact `path`. Weights go beside it, inside it, or nowhere.
+    """Compile a training step into the artifact `path`.
 
-    step          one, or several over the same weights, each a signature of the artifact (Step(name=...) names it).
-    batch_sizes   rows of a step: a signature for each, the first of them first. [64, 16] also runs a last batch of 16.
-    infer_batch_sizes  more sizes for which only inference is built.
-    verify        run a step beside eager PyTorch first. Where the native code is wrong, the compiler does with less of it, and
-                  says so; an artifact that is wrong is never written. It costs a few eager steps: leave it out for very large
-                  models.
+    step          one Step, or several that share the same weights. Each becomes a signature, named by Step(name=...).
+    options       see Options.
+    batch_sizes   batch sizes to compile for, each a signature. With [64, 16], a last batch of 16 runs natively too.
+    infer_batch_sizes  more batch sizes, for inference only.
+    weights       where the initial weights go: "separate" (a file next to the artifact), "inside", or "none".
+    report        called with a line of text for each stage of the compile.
+    verify        compare a step with eager PyTorch before the file is written. If native code is wrong, the compiler uses less
+                  of it and warns; a wrong artifact is never written. This costs a few eager steps, so turn it off for very
+                  large models.
     """
     options = options or Options()
     steps = signatures_of([step] if isinstance(step, Step) else list(step), batch_sizes, infer_batch_sizes)

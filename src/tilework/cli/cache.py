@@ -7,15 +7,15 @@ from typing import Annotated
 
 import typer
 
-from .common import out, print_json
+from .output import out, print_json
 
 NAME = "cache"
-HELP = "Show, trim or empty the compile cache."
-EXAMPLE = "Example: tilework cache --prune 500   (keep at most 500 MB of programs)"
+HELP = "Show, trim or clear the compile cache."
+EXAMPLE = "Example: tilework cache --prune 500"
 
 
 def command(
-    prune: Annotated[int | None, typer.Option(help="Remove the longest unused programs until these MB are left.")] = None,
+    prune: Annotated[int | None, typer.Option(metavar="MB", help="Keep at most this many MB; remove the oldest.")] = None,
     clear: Annotated[bool, typer.Option("--clear", help="Remove everything.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:

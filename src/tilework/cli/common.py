@@ -1,4 +1,6 @@
-"""What the verbs share: finding the user's function, progress on stderr, JSON on stdout."""
+"""What the verbs share: finding the user's function, progress on stderr, JSON on stdout.
+
+Torch is imported when a verb does its work, not before: --help and the shell's completion answer at once."""
 
 from __future__ import annotations
 
@@ -14,14 +16,22 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..capture.source import is_user_file
 from ..errors import Place, TileworkError, UserError, did_you_mean
-from ..step import Step, as_step
 from .output import err as err
 from .output import out as out
 from .output import print_json as print_json
+
+if TYPE_CHECKING:
+    from ..step import Step
+
+
+def devices(incomplete: str) -> list[str]:
+    """For the shell's completion of --device."""
+    from ..found import device_names
+
+    return [name for name in device_names() if name.startswith(incomplete)]
 
 
 @contextmanager
@@ -89,6 +99,8 @@ def user_code(doing: str) -> Iterator[None]:
         place = Place(f"{e.filename}:{e.lineno}", (e.text or "").strip(), f"SyntaxError: {e.msg}", "correct this line")
         raise UserError("user-code", f"{doing} failed", places=[place]) from e
     except Exception as e:
+        from ..capture.source import is_user_file
+
         trail = traceback.extract_tb(e.__traceback__)
         last = next((f for f in reversed(trail) if is_user_file(f.filename)), trail[-1])
         place = Place(f"{last.filename}:{last.lineno}", last.line or "", f"{type(e).__name__}: {e}", "correct this line")
@@ -97,6 +109,8 @@ def user_code(doing: str) -> Iterator[None]:
 
 def load_step(reference: str, arguments: list[str]) -> Step:
     """Calls the user's build function with the --set name=value arguments that it takes."""
+    from ..step import as_step
+
     function = find_function(reference)
     known = inspect.signature(function).parameters
     given = {}

@@ -4,47 +4,57 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-from .common import load_step, out, print_json, progress
+from .common import devices, load_step, out, print_json, progress
 
 NAME = "compile"
-HELP = "Compile a training step into an artifact (.pef)."
-EXAMPLE = "Example: tilework compile model.py:build -o out/model.pef --set batch_size=64"
+HELP = "Compile a training step into an artifact (.pef). BUILD is a function that returns the step."
+EXAMPLE = "Example: tilework compile model.py:build -o out/model.pef"
+
+
+def _passes(incomplete: str) -> list[str]:
+    from ..plan.options import PASSES
+
+    return [name for name in PASSES if name.startswith(incomplete)]
 
 
 def command(
-    build: Annotated[str, typer.Argument(help="FILE.py:function or package.module:function; it returns the Step.")],
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="The artifact to write.")] = None,
-    device: Annotated[str, typer.Option(help="cpu, reference, null, or one that another distribution brings.")] = "cpu",
-    weights: Annotated[str, typer.Option(help="Where initial weights go: separate, inside or none.")] = "separate",
-    programs: Annotated[str, typer.Option(help="Ways to run it: all, fused (fastest compile) or sections.")] = "all",
-    isa: Annotated[str, typer.Option(help="native or baseline; on x86-64 also x86-64-v3 and x86-64-v4.")] = "native",
-    opt_level: Annotated[int, typer.Option(help="Of the native compiler, 0 to 3.")] = 3,
-    keep_momentum: Annotated[bool, typer.Option(help="Leave room for momentum although it starts at 0.")] = False,
-    keep_gradients: Annotated[bool, typer.Option(help="The fused step keeps gradients for reading.")] = False,
-    batch_sizes: Annotated[str, typer.Option(help="Rows of a step, such as 64,16: a signature for each.")] = "",
-    infer_batch_sizes: Annotated[str, typer.Option(help="More sizes, for inference alone, such as 1,8,32.")] = "",
-    replicas: Annotated[int, typer.Option(help="How many it is meant for; it runs with any number.")] = 1,
-    disable: Annotated[list[str] | None, typer.Option(help="Leave out a planning pass; can be repeated.")] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", help="name=value for the build function.")] = None,
-    plan_only: Annotated[bool, typer.Option(help="Print the plan and stop: nothing is built.")] = False,
-    verify: Annotated[bool, typer.Option(help="Run one step beside eager PyTorch before the artifact is written.")] = True,
+    build: Annotated[str, typer.Argument(metavar="BUILD", help="FILE.py:function or package.module:function.")],
+    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="The artifact to write.")] = None,
+    device: Annotated[str, typer.Option(metavar="NAME", autocompletion=devices,
+                                        help="Device to compile for: cpu, reference, null, or an installed one.")] = "cpu",
+    weights: Annotated[Literal["separate", "inside", "none"],
+                       typer.Option(help="Where to put the initial weights.")] = "separate",
+    programs: Annotated[Literal["all", "fused", "sections"],
+                        typer.Option(help="Which programs to build. fused compiles fastest.")] = "all",
+    isa: Annotated[Literal["native", "x86-64-v3", "x86-64-v4", "baseline"],
+                   typer.Option(help="Instruction set of the native code.")] = "native",
+    opt_level: Annotated[Literal[0, 1, 2, 3], typer.Option(help="Optimization level of the native compiler.")] = 3,
+    keep_momentum: Annotated[bool, typer.Option("--keep-momentum", help="Reserve room for momentum, even if it is 0.")] = False,
+    keep_gradients: Annotated[bool, typer.Option("--keep-gradients", help="Keep gradients readable after a fused step.")] = False,
+    batch_sizes: Annotated[str, typer.Option(metavar="N,N", help="Also compile for these batch sizes, e.g. 64,16.")] = "",
+    infer_batch_sizes: Annotated[str, typer.Option(metavar="N,N", help="Batch sizes for inference only, e.g. 1,8,32.")] = "",
+    replicas: Annotated[int, typer.Option(metavar="N", help="Replicas to plan for. Any number can run the file.")] = 1,
+    disable: Annotated[list[str] | None, typer.Option(metavar="PASS", autocompletion=_passes,
+                                                      help="Turn off a planning pass. Can be repeated.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE",
+                                                   help="Argument for the build function. Can be repeated.")] = None,
+    plan_only: Annotated[bool, typer.Option("--plan-only", help="Print the plan and stop. Builds nothing.")] = False,
+    verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Compare one step with eager PyTorch first.")] = True,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
-) -> None:
+) -> None:  # fmt: skip
     from ..check.verified import compile, signatures_of
     from ..compiler.build import plan_step
     from ..errors import UserError
     from ..plan.options import Options
 
-    if weights not in ("separate", "inside", "none"):
-        raise UserError("options", "--weights", found=weights, expected="separate, inside or none")
     options = Options(
         device=device,
-        programs=programs,  # type: ignore[arg-type]
-        isa=isa,  # type: ignore[arg-type]
+        programs=programs,
+        isa=isa,
         opt_level=opt_level,
         keep_momentum=keep_momentum,
         keep_gradients=keep_gradients,
@@ -63,7 +73,7 @@ def command(
     if path.is_dir() or not path.name:
         raise UserError("options", f"--output {path} is a folder", expected="a file name, such as out/model.pef")
     with progress(quiet=json) as report:
-        done = compile(step, path, options=options, weights=weights, report=report, verify=verify,  # type: ignore[arg-type]
+        done = compile(step, path, options=options, weights=weights, report=report, verify=verify,
                        batch_sizes=_sizes(batch_sizes), infer_batch_sizes=_sizes(infer_batch_sizes))  # fmt: skip
     if json:
         print_json({"artifact": str(done.path), "weights": str(done.weights) if done.weights else None,

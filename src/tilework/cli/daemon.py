@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import typer
@@ -23,9 +23,9 @@ from ..tiles.place import INSTALLED, SOCKET, is_service, run_folder
 from .output import count, duration, out, print_json
 
 NAME = "daemon"
-HELP = "The service that leases tiles: run, status, stop, log, install, remove."
+HELP = "The service that leases tiles. It starts by itself; an administrator can install it."
 EXAMPLE = "Example: tilework daemon status"
-ACTIONS = ("run", "status", "stop", "log", "install", "remove")
+Action = Literal["run", "status", "stop", "log", "install", "remove"]
 UNIT = "etc/systemd/system/tilework.service"
 _UNIT = """[Unit]
 Description=Tilework: leases of this machine's tiles
@@ -57,20 +57,14 @@ WantedBy=multi-user.target
 
 
 def command(
-    action: Annotated[str, typer.Argument(help=", ".join(ACTIONS) + ".")] = "status",
-    platform: Annotated[str | None, typer.Option(help="run, install: host, a named platform, or the site's own.")] = None,
-    listen: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="run, install: read-only HTTP, /metrics and /tiles.")
-    ] = None,
-    token_file: Annotated[
-        str | None, typer.Option(help="run, install: the file with the token that HTTP clients must send.")
-    ] = None,
-    root: Annotated[Path, typer.Option(help="install, remove: below which folder.")] = Path("/"),
-    metrics: Annotated[bool, typer.Option(help="status: print the metrics as Prometheus reads them.")] = False,
+    action: Annotated[Action, typer.Argument(help="What to do.")] = "status",
+    platform: Annotated[str | None, typer.Option(metavar="NAME", help="run, install: the platform of this machine.")] = None,
+    listen: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="run, install: /metrics and /tiles over HTTP.")] = None,
+    token_file: Annotated[str | None, typer.Option(metavar="FILE", help="run, install: the token for HTTP clients.")] = None,
+    root: Annotated[Path, typer.Option(metavar="DIR", help="install, remove: the folder to work below.")] = Path("/"),
+    metrics: Annotated[bool, typer.Option("--metrics", help="status: print the metrics for Prometheus.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    if action not in ACTIONS:
-        raise UserError("tiles-action", f"no action {action!r}", expected=", ".join(ACTIONS))
     if token_file:
         token_file = os.path.abspath(token_file)
     words = [f"--{k}={v}" for k, v in (("platform", platform), ("listen", listen), ("token-file", token_file)) if v]

@@ -11,10 +11,10 @@ from typing import Annotated, Any
 
 import typer
 
-from .common import out, print_json
+from .output import out, print_json
 
 NAME = "doctor"
-HELP = "Say what this machine can do and what is missing."
+HELP = "Check what this machine can do and what is missing."
 EXAMPLE = "Example: tilework doctor --json"
 
 
@@ -56,7 +56,7 @@ def _checks() -> list[dict[str, Any]]:
     check("instruction set", True, level + (" with bf16" if "avx512_bf16" in features else ""))
     compiler = shutil.which("g++")
     text = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout.splitlines()[0] if compiler else "none"
-    check("g++ (to compile for cpu; running needs none)", compiler is not None, text, "apt-get install g++")
+    check("g++ (only for compiling)", compiler is not None, text, "apt-get install g++")
     folder = cache_folder()
     probe = folder if folder.exists() else next(p for p in folder.parents if p.exists())
     free = shutil.disk_usage(probe).free
@@ -76,6 +76,6 @@ def _checks() -> list[dict[str, Any]]:
     with open("/proc/meminfo") as f:
         memory = next(int(line.split()[1]) for line in f if line.startswith("MemAvailable")) * 1024
     check("memory", memory > 1e9, f"{memory / 1e9:.1f} GB available", "at least 1 GB is needed to compile")
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none (the cuda device is still to come)"
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none (the cuda device is not there yet)"
     check("gpu", None, gpu)
     return found

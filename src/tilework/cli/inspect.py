@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 from rich.table import Table
 
-from ..artifact.manifest import Manifest, Signature
-from .common import out, print_json
+from .output import out, print_json
+
+if TYPE_CHECKING:
+    from ..artifact.manifest import Manifest, Signature
 
 NAME = "inspect"
-HELP = "Show an artifact: sections, shapes, memory, operators with source lines. Nothing in it is run."
+HELP = "Show an artifact: sections, shapes, memory, operators with their source lines. Runs nothing."
 EXAMPLE = "Example: tilework inspect out/lenet.pef --graph fwd"
 
 
 def command(
-    artifact: Annotated[Path, typer.Argument(help="The .pef file.")],
-    graph: Annotated[str | None, typer.Option(help="Print this program's graph, with source lines.")] = None,
-    operators: Annotated[bool, typer.Option(help="Count operators by source line.")] = False,
-    trust: Annotated[bool, typer.Option(help="Accept a file that others could have changed.")] = False,
+    artifact: Annotated[Path, typer.Argument(metavar="ARTIFACT", help="The .pef file.")],
+    graph: Annotated[str | None, typer.Option(metavar="PROGRAM", help="Print this program's graph, with source lines.")] = None,
+    operators: Annotated[bool, typer.Option("--operators", help="Count operators by source line.")] = False,
+    trust: Annotated[bool, typer.Option("--trust", help="Accept a file that other users could have changed.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON.")] = False,
 ) -> None:
     from ..artifact.names import Buffer
@@ -65,7 +67,7 @@ def command(
 
 
 def _signature(s: Signature) -> None:
-    micro = f", {s.num_micro_batches} micro-batches a step" if s.num_micro_batches > 1 else ""
+    micro = f", {s.num_micro_batches} micro-batches per step" if s.num_micro_batches > 1 else ""
     out.print(f"signature {s.name}: {', '.join(s.programs.values())}{micro}", markup=False)
     trains = any(role not in ("infer", "opt") for role in s.programs)
     table = _table()

@@ -21,13 +21,29 @@ import typer
 from .. import __version__
 from ..errors import TileworkError
 
+# One line for each verb, short enough for `tilework --help` on 80 columns. The verb's module has the rest; it is imported
+# when the verb is used, because most of them import torch.
+VERBS = {
+    "compile": "Compile a training step into an artifact (.pef).",
+    "run": "Train: run an artifact over data and save the weights.",
+    "test": "Compare an artifact with your model in eager PyTorch.",
+    "measure": "Time an artifact: the step, its sections, inference.",
+    "inspect": "Show what an artifact contains, without running it.",
+    "cache": "Show, trim or clear the compile cache.",
+    "doctor": "Check what this machine can do and what is missing.",
+    "tiles": "List the tiles of this machine and the sessions on them.",
+    "top": "Watch tiles and sessions live; q quits.",
+    "daemon": "Run, install or query the service that leases tiles.",
+    "site": "Create or remove the folders that a site's scripts expect.",
+    "explain": "Explain an error by its id, or list all error ids.",
+}
+
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     help="Compile a whole PyTorch training step into one file, and run it on tiles.",
-    epilog="Exit codes: 0 ok, 1 the check failed, 2 your mistake, 3 the environment, 4 our bug.",
+    epilog="Exit codes: 0 ok, 1 check failed, 2 usage error, 3 environment, 4 bug.",
 )
 
 
@@ -44,14 +60,27 @@ def _root(
     pass
 
 
-VERBS = ("compile", "run", "test", "measure", "inspect", "cache", "doctor", "tiles", "top", "daemon", "site")
-
-
 def _register(argv: list[str]) -> None:
-    """The verb that is asked for, alone: most of them import torch, and `tilework tiles` must not wait for that."""
-    for verb in [argv[0]] if argv[0] in VERBS else VERBS:
+    """The verb that is asked for, alone: most of them import torch, and `tilework tiles` must not wait for that.
+
+    Where no verb is named (help, completion of its name, a misspelt one), each is only a name and a line of help."""
+    verb = next((word for word in argv if not word.startswith("-")), None)
+    if verb in VERBS:
         module = importlib.import_module(f".{verb}", __package__)
         app.command(module.NAME, help=module.HELP, epilog=module.EXAMPLE)(module.command)
+        return
+    for name, line in VERBS.items():
+        app.command(name, help=line)(_only_a_name)
+
+
+def _only_a_name() -> None:
+    raise AssertionError("a verb that is named on the command line is registered with its own function")
+
+
+def _words_to_complete() -> list[str]:
+    """What has been typed after `tilework`, where the shell asks for completions."""
+    words = (os.environ.get("_TYPER_COMPLETE_ARGS") or os.environ.get("COMP_WORDS", "")).split()
+    return [word for word in words[1:] if word in VERBS][:1]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -73,7 +102,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _count_interrupts() -> list[int]:
-    """Interrupts raise KeyboardInterrupt as ever, and are also noted here, because libraries may swallow the exception."""
+    """Interrupts still raise KeyboardInterrupt. They are also noted here, because libraries may swallow the exception."""
     noted: list[int] = []
 
     def note(number: int, frame: types.FrameType | None) -> None:
@@ -87,7 +116,7 @@ def _count_interrupts() -> list[int]:
 
 def _run(argv: list[str], interrupts: list[int]) -> int:
     try:
-        _register(argv)
+        _register(_words_to_complete() if "_TILEWORK_COMPLETE" in os.environ else argv)
         code = app(args=argv, prog_name="tilework", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
@@ -99,7 +128,8 @@ def _run(argv: list[str], interrupts: list[int]) -> int:
     except typer.Exit as e:
         return e.exit_code
     except typer.TyperException as e:  # a wrong flag or argument
-        print(f"tilework: error {e.format_message()}\n  see: tilework {argv[0]} --help", file=sys.stderr)
+        verb = f"{argv[0]} " if argv[0] in VERBS else ""
+        print(f"tilework: error {e.format_message()}\n  see: tilework {verb}--help", file=sys.stderr)
         return 2
     except BrokenPipeError:
         return 0

@@ -11,25 +11,24 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from .common import out, print_json, progress
+from .common import devices, out, print_json, progress
 
 NAME = "measure"
-HELP = "Time an artifact on random inputs: the fused step, each section, inference, and loading."
+HELP = "Time an artifact on random inputs: the fused step, each section, inference and loading."
 EXAMPLE = "Example: tilework measure out/lenet.pef --seconds 2"
 
 
 def command(
-    artifact: Annotated[Path, typer.Argument(help="The .pef file.")],
-    seconds: Annotated[float, typer.Option(help="How long to time each row.")] = 1.0,
-    weights: Annotated[Path | None, typer.Option(help="Start from this file instead of the initial weights.")] = None,
-    device: Annotated[str | None, typer.Option(help="Run on this device instead of the artifact's own.")] = None,
-    tiles: Annotated[
-        str | None, typer.Option(help="Tiles of its own: 4, chips:1, gpus:1, all. By default it shares the machine.")
-    ] = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads; all cores by default.")] = None,
-    trust: Annotated[bool, typer.Option(help="Accept a file that others could have changed.")] = False,
+    artifact: Annotated[Path, typer.Argument(metavar="ARTIFACT", help="The .pef file.")],
+    seconds: Annotated[float, typer.Option(metavar="N", help="How long to time each row.")] = 1.0,
+    weights: Annotated[Path | None, typer.Option(metavar="FILE", help="Start from these weights.")] = None,
+    device: Annotated[str | None, typer.Option(metavar="NAME", autocompletion=devices,
+                                               help="Run on this device instead of the artifact's own.")] = None,
+    tiles: Annotated[str | None, typer.Option(metavar="TILES", help="Tiles of its own: 4, chips:1, gpus:1, all.")] = None,
+    threads: Annotated[int | None, typer.Option(metavar="N", help="CPU threads. All cores by default.")] = None,
+    trust: Annotated[bool, typer.Option("--trust", help="Accept a file that other users could have changed.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
-) -> None:
+) -> None:  # fmt: skip
     from ..artifact.names import Kind
     from ..check.check import random_inputs, some_weights
     from ..runtime.session import load
@@ -78,7 +77,7 @@ def command(
         table.add_row(name, f"{row['median_us']:.1f} us", f"{row['min_us']:.1f} us", str(row["calls"]),
                       f"{samples / row['median_us'] * 1e6:.0f}" if name in ("step", "infer") else "")  # fmt: skip
     out.print(table)
-    out.print(f"loaded in {loading * 1e3:.0f} ms; {samples} samples a step; device {session.device_name}")
+    out.print(f"loaded in {loading * 1e3:.0f} ms; {samples} samples per step; device {session.device_name}")
 
 
 def _time(once: Callable[[], object], seconds: float) -> dict[str, Any]:

@@ -13,41 +13,43 @@ from typing import Annotated, Any
 
 import typer
 
-from .common import err, find_function, out, print_json, user_code
+from .common import devices, err, find_function, out, print_json, user_code
 
 NAME = "run"
-HELP = "Train: run an artifact over data, and save the weights."
-EXAMPLE = "Example: tilework run out/lenet.pef --data digits --epochs 2 --save out/trained.safetensors"
+HELP = "Train: run an artifact over data and save the weights."
+EXAMPLE = "Example: tilework run out/lenet.pef --data digits --epochs 2"
+
+
+def _data(incomplete: str) -> list[str]:
+    return [name for name in ("digits", "random") if name.startswith(incomplete)]
 
 
 def command(
-    artifact: Annotated[Path, typer.Argument(help="The .pef file.")],
-    data: Annotated[
-        str, typer.Option(help="digits, random, or FILE.py:function that returns an iterable of batches.")
-    ] = "random",
-    data_path: Annotated[Path | None, typer.Option(help="With digits: a folder with the full MNIST files.")] = None,
-    epochs: Annotated[int, typer.Option(help="Passes over the data.")] = 1,
-    steps: Annotated[int | None, typer.Option(help="Stop after this many steps.")] = None,
-    weights: Annotated[Path | None, typer.Option(help="Start from this file instead of the initial weights.")] = None,
-    save: Annotated[Path | None, typer.Option(help="Write weights and optimizer state here at the end.")] = None,
-    device: Annotated[str | None, typer.Option(help="Run on this device instead of the artifact's own.")] = None,
-    hyper: Annotated[list[str] | None, typer.Option("--hyper", help="name=value, such as lr=0.01.")] = None,
-    seed: Annotated[int, typer.Option(help="Of dropout, and of the order of digits.")] = 0,
-    tiles: Annotated[
-        str | None, typer.Option(help="Tiles of its own: 4, chips:1, gpus:1, all. By default it shares the machine.")
-    ] = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads; all cores by default.")] = None,
-    nan_error: Annotated[bool, typer.Option(help="Stop with an error when the loss is not a number.")] = False,
-    log: Annotated[Path | None, typer.Option(help="Write step and loss as JSON lines.")] = None,
-    trust: Annotated[bool, typer.Option(help="Accept a file that others could have changed.")] = False,
+    artifact: Annotated[Path, typer.Argument(metavar="ARTIFACT", help="The .pef file.")],
+    data: Annotated[str, typer.Option(metavar="SOURCE", autocompletion=_data,
+                                      help="digits, random, or FILE.py:function that returns batches.")] = "random",
+    data_path: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder with the full MNIST files, for digits.")] = None,
+    epochs: Annotated[int, typer.Option(metavar="N", help="Passes over the data.")] = 1,
+    steps: Annotated[int | None, typer.Option(metavar="N", help="Stop after this many steps.")] = None,
+    weights: Annotated[Path | None, typer.Option(metavar="FILE", help="Start from these weights.")] = None,
+    save: Annotated[Path | None, typer.Option(metavar="FILE", help="Save weights and optimizer state at the end.")] = None,
+    device: Annotated[str | None, typer.Option(metavar="NAME", autocompletion=devices,
+                                               help="Run on this device instead of the artifact's own.")] = None,
+    hyper: Annotated[list[str] | None, typer.Option("--hyper", metavar="NAME=VALUE",
+                                                    help="Hyperparameter, e.g. lr=0.01. Can be repeated.")] = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed for dropout and for the order of digits.")] = 0,
+    tiles: Annotated[str | None, typer.Option(metavar="TILES", help="Tiles of its own: 4, chips:1, gpus:1, all.")] = None,
+    threads: Annotated[int | None, typer.Option(metavar="N", help="CPU threads. All cores by default.")] = None,
+    nan_error: Annotated[bool, typer.Option("--nan-error", help="Stop with an error when the loss is not a number.")] = False,
+    log: Annotated[Path | None, typer.Option(metavar="FILE", help="Write step and loss as JSON lines.")] = None,
+    trust: Annotated[bool, typer.Option("--trust", help="Accept a file that other users could have changed.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
-) -> None:
+) -> None:  # fmt: skip
     from ..errors import UserError
     from ..runtime.session import load
 
-    session = load(
-        artifact, device=device, weights=weights, num_threads=threads, seed=seed, nan_error=nan_error, trust=trust, tiles=tiles
-    )
+    session = load(artifact, device=device, weights=weights, num_threads=threads, seed=seed, nan_error=nan_error, trust=trust,
+                   tiles=tiles)  # fmt: skip
     values = {}
     for item in hyper or []:
         name, _, text = item.partition("=")
@@ -78,7 +80,7 @@ def command(
             lines.close()
     took = time.perf_counter() - begin
     if not losses:
-        raise UserError("data-empty", "the data gave no whole batch", found=data,
+        raise UserError("data-empty", "the data contained no complete batch", found=data,
                         expected=f"at least {session.manifest.signature.num_rows} rows")  # fmt: skip
     if save:
         session.save(save)

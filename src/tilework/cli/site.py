@@ -4,35 +4,33 @@ from __future__ import annotations
 
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from ..errors import MachineError, UserError
-from .common import out, print_json
+from .output import out, print_json
 
 NAME = "site"
-HELP = "Lay out the folders that a site's scripts expect, or take them away."
+HELP = "Create or remove the folders that a site's scripts expect."
 EXAMPLE = "Example: tilework site install --root /tmp/site"
 
 
 def command(
-    action: Annotated[str, typer.Argument(help="install or remove.")],
-    root: Annotated[Path, typer.Option(help="Below which folder.")] = Path("/"),
+    action: Annotated[Literal["install", "remove"], typer.Argument(help="What to do.")],
+    root: Annotated[Path, typer.Option(metavar="DIR", help="The folder to work below.")] = Path("/"),
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    if action not in ("install", "remove"):
-        raise UserError("site-action", f"no action {action!r}", expected="install or remove")
     done: dict[str, Any] = {}
     for point in entry_points(group="tilework.site"):
         site = point.load()
         try:
             done[point.name] = [str(p) for p in site.install(root)] if action == "install" else site.remove(root)
         except FileExistsError as e:
-            raise UserError("site-exists", f"{e}: this folder is not ours, so it is left alone",
+            raise UserError("site-exists", f"{e}: Tilework did not create this folder, so it is left alone",
                             fix="choose another --root, or move it away")from e  # fmt: skip
         except OSError as e:
-            raise MachineError("site-write", f"the site could not be changed below {root}", found=str(e),
+            raise MachineError("site-write", f"the site's folders could not be changed below {root}", found=str(e),
                                fix="choose a --root that you can write to, or run this as root") from e  # fmt: skip
     if json:
         print_json(done)

@@ -8,25 +8,28 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from .common import load_step, out, print_json, progress
+from .common import devices, load_step, out, print_json, progress
 
 NAME = "test"
-HELP = "Compare an artifact with the model it was made from: outputs, gradients, updated parameters, optimizer state."
-EXAMPLE = "Example: tilework test out/lenet.pef tilework.zoo.lenet:build   (without the build function: graph only)"
+HELP = (
+    "Compare an artifact with your model in eager PyTorch, tensor by tensor: outputs, gradients, updated parameters and "
+    "optimizer state. Without BUILD, the artifact is compared with its own graph."
+)
+EXAMPLE = "Example: tilework test out/lenet.pef tilework.zoo.lenet:build"
 
 
 def command(
-    artifact: Annotated[Path, typer.Argument(help="The .pef file.")],
-    build: Annotated[str | None, typer.Argument(help="The build function it was compiled from.")] = None,
-    device: Annotated[str | None, typer.Option(help="Run on this device instead of the artifact's own.")] = None,
-    tiles: Annotated[
-        str | None, typer.Option(help="Tiles of its own: 4, chips:1, gpus:1, all. By default it shares the machine.")
-    ] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", help="name=value for the build function.")] = None,
-    brief: Annotated[bool, typer.Option(help="One line for each kind of tensor, with the worst of them.")] = False,
-    trust: Annotated[bool, typer.Option(help="Accept a file that others could have changed.")] = False,
+    artifact: Annotated[Path, typer.Argument(metavar="ARTIFACT", help="The .pef file.")],
+    build: Annotated[str | None, typer.Argument(metavar="BUILD", help="The build function it was compiled from.")] = None,
+    device: Annotated[str | None, typer.Option(metavar="NAME", autocompletion=devices,
+                                               help="Run on this device instead of the artifact's own.")] = None,
+    tiles: Annotated[str | None, typer.Option(metavar="TILES", help="Tiles of its own: 4, chips:1, gpus:1, all.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE",
+                                                   help="Argument for the build function. Can be repeated.")] = None,
+    brief: Annotated[bool, typer.Option("--brief", help="One line for each kind of tensor, with the largest error.")] = False,
+    trust: Annotated[bool, typer.Option("--trust", help="Accept a file that other users could have changed.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
-) -> None:
+) -> None:  # fmt: skip
     from ..check.check import check
     from ..runtime.leasing import Footing
 

@@ -18,23 +18,24 @@ from ..tiles.view import SessionView, View
 from .output import duration, err, out, print_json
 
 NAME = "tiles"
-HELP = "List the tiles of this machine and who holds them; drain tiles, or reset a session."
+HELP = "List the tiles of this machine and the sessions on them. Drain tiles, or reset a session."
 EXAMPLE = "Example: tilework tiles --json"
 
 
 def command(
-    platform: Annotated[str | None, typer.Option(help="host, a named platform, or the site's own.")] = None,
+    platform: Annotated[str | None, typer.Option(metavar="NAME", help="host, a named platform, or the site's own.")] = None,
     drain: Annotated[str | None, typer.Option(metavar="PATH", help="Give these tiles to no new session (root).")] = None,
-    undrain: Annotated[str | None, typer.Option(metavar="PATH", help="Take them into use again (root).")] = None,
-    reason: Annotated[str, typer.Option(help="Why they are drained.")] = "",
-    reset_tile: Annotated[
-        str | None, typer.Option("--reset", metavar="PATH", help="End the session that holds these tiles (its owner, or root).")
-    ] = None,
-    release_job: Annotated[bool, typer.Option(help="Give back the tiles of the job that this command runs in.")] = False,
-    stack: Annotated[bool, typer.Option(help="Show where hung sessions are.")] = False,
-    history: Annotated[int, typer.Option(metavar="N", min=0, max=1000, help="Show the last N leases instead.")] = 0,
+    undrain: Annotated[str | None, typer.Option(metavar="PATH", help="Use them again (root).")] = None,
+    reason: Annotated[str, typer.Option(metavar="TEXT", help="Why they are drained.", show_default=False)] = "",
+    reset_tile: Annotated[str | None, typer.Option("--reset", metavar="PATH",
+                                                   help="End the session that holds these tiles (its owner, or root).")] = None,
+    release_job: Annotated[bool, typer.Option("--release-job",
+                                              help="Give back the tiles of the job that this command runs in.")] = False,
+    stack: Annotated[bool, typer.Option("--stack", help="Show where hung sessions are.")] = False,
+    history: Annotated[int, typer.Option(metavar="N", min=0, max=1000, show_default=False,
+                                         help="Show the last N leases and sessions instead.")] = 0,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
-) -> None:
+) -> None:  # fmt: skip
     if sum(x is not None for x in (drain, undrain, reset_tile)) + bool(history) + release_job > 1:
         raise UserError("tiles-ask", "one of --drain, --undrain, --reset, --release-job and --history at a time")
     if history:

@@ -26,7 +26,7 @@ from .output import Screen, count, duration, size
 from .tiles import state
 
 NAME = "top"
-HELP = "Watch tiles and sessions: who holds what, what it is doing, how fast. q ends it."
+HELP = "Watch tiles and sessions live: who holds what, what it is doing, how fast. q quits."
 EXAMPLE = "Example: tilework top --interval 2"
 
 # What a tile does most: (letter, colour). The letter says the same without colour.
@@ -38,10 +38,10 @@ _ROW = "{:>7} {:<9} {:>5} {:>5} {:>10} {:>9} {:>9} {:>7}"
 
 
 def command(
-    interval: Annotated[float, typer.Option(help="Seconds between two looks.")] = 1.0,
-    once: Annotated[bool, typer.Option(help="Print one look and end.")] = False,
-    svg: Annotated[Path | None, typer.Option(help="Save one look as a picture.")] = None,
-    platform: Annotated[str | None, typer.Option(help="host, a named platform, or the site's own.")] = None,
+    interval: Annotated[float, typer.Option(metavar="N", help="Seconds between two updates.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print once and end.")] = False,
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Save one screen as a picture.")] = None,
+    platform: Annotated[str | None, typer.Option(metavar="NAME", help="host, a named platform, or the site's own.")] = None,
 ) -> None:
     if not _SHORTEST <= interval <= _LONGEST:  # nan is not either
         raise UserError("tiles-interval", "--interval is no time to wait between two looks", found=f"{interval:g}",

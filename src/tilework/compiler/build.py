@@ -191,7 +191,7 @@ def _constants(planned: Plan) -> dict[str, torch.Tensor]:
 
 
 def plan_step(step: Step | Sequence[Step], options: Options | None = None, *, report: Report = lambda _: None) -> Plan:
-    """What compile_step would build: programs, memory and cost. Nothing is built."""
+    """What compile() would build: programs, memory and cost. Builds nothing."""
     options = options or Options()
     with rare_garbage_collection():
         graphs = _captured([step] if isinstance(step, Step) else step, options, report)

@@ -76,7 +76,7 @@ def _own_folder(folder: Path) -> Path:
     if problem:
         raise MachineError(
             "cache-owner",
-            f"{folder}: the compile cache holds machine code, and somebody else could have put theirs there",
+            f"{folder}: the compile cache contains machine code, and other users could have put theirs there",
             found=problem,
             expected="a folder of your own that nobody else can write to",
             fix=f"set TILEWORK_CACHE to such a folder; if this one is yours and you trust what is in it, chmod go-w {folder}",

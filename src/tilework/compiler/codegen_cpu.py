@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ..artifact.graph import Graph
 from ..errors import BugError
 from ..plan.options import Options
-from ..process import without_warnings
+from ..process import alone, without_warnings
 from . import inductor_fixes, lowerings
 from .calls import program_of_calls, table_of_calls
 from .known import known
@@ -39,7 +39,11 @@ SIMD_BITS = {"x86-64-v3": 256, "x86-64-v4": 512, "baseline": 0}
 
 @contextmanager
 def _inductor_cache(folder: Path) -> Iterator[None]:
-    """Inductor keeps its own files (header probes, instruction-set checks) in our cache instead of /tmp."""
+    """Inductor keeps its own files (header probes, instruction-set checks) in our cache instead of /tmp. Not where other threads
+    run, whose compiles would find themselves there too."""
+    if not alone():
+        yield
+        return
     before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     logger = logging.getLogger("torch._inductor")
     level = logger.level
@@ -63,7 +67,7 @@ def settings(options: Options) -> dict[str, Any]:
         # Loops are divided among this machine's cores at most; a session with fewer threads uses fewer (see slim). A loop
         # is divided only where each thread gets this many elements: waking another thread costs some microseconds.
         "cpp.threads": max(2, len(os.sched_getaffinity(0))),
-        "cpp.min_chunk_size": 8192,
+        "cpp.min_chunk_size": 4096,
         "fx_graph_cache": False,
         "emulate_precision_casts": True,  # x.bfloat16().float() rounds, as in eager PyTorch
         "joint_graph_constant_folding": False,  # x * 0 is not 0 where x is not a number
@@ -204,7 +208,7 @@ def slim(text: str, graph: Graph, calls: str = "", piece: bool = False) -> str:
         body = re.sub(rf"^( *{name}\(.*\);)$", r"\1\n    tilework::check();", body, flags=re.M)
     # Inductor does not look at what some of its calls return: an index out of range would go unnoticed.
     body = re.sub(r"^( *)(aoti_torch_\w+\(.*\));$", r"\1AOTI_TORCH_ERROR_CODE_CHECK(\2);", body, flags=re.M)
-    unknown = unknown_form(body)
+    unknown = unknown_form(body) or _unknown_loop(kernels)
     if unknown:
         raise NoCode(graph.name, (), f"the generated code has a line of a form that is not known here: {unknown[:200]}")
     own = own_temporaries()
@@ -274,6 +278,15 @@ extern "C" void tilework_piece_{name}(void*& workspace, AtenTensorHandle* buffer
   program_{name}::run(own);
 }}
 """
+
+
+_LOOP = re.compile(r"^ *#pragma omp (?!(?:parallel(?: num_threads\(\d+\))?|for(?: collapse\(\d+\))?|single|simd.*)$).*", re.M)
+
+
+def _unknown_loop(kernels: str) -> str:
+    """A form of parallel loop that kernels/team.cpp does not know: one that divides its work as it goes, say."""
+    found = _LOOP.search(kernels)
+    return found.group(0).strip() if found else ""
 
 
 def _careful(kernels: str) -> tuple[str, list[str]]:

@@ -2,10 +2,14 @@
 //
 // It owns nothing. Buffers belong to the session; handles are made once, when the session starts, and borrowed by the
 // programs. A step takes its inputs and hyperparameters to their buffers, runs its programs, and gives its outputs away.
+#include <fcntl.h>
 #include <omp.h>
 #include <sched.h>
+#include <sys/syscall.h>
 #include <time.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -20,6 +24,7 @@ struct Program {
   ProgramFunction run;
   AtenTensorHandle* buffers;
   int64_t parallel;  // whether more than one thread pays
+  void (*alone)(int);  // kernels/team.cpp: the loops of so many threads on the calling one; 0: on all of them
 };
 
 struct Copy {       // between a session buffer and memory of the caller
@@ -72,7 +77,7 @@ struct Call {
 
 // runtime/devices/cpu.py has the same numbers, and refuses a driver with others. Count the first one up, here and there, where a
 // field or an enum changes its meaning.
-EXPORT const int64_t tilework_driver_layout[] = {2, sizeof(Program), sizeof(Copy), sizeof(Backup), sizeof(Random), sizeof(Call)};
+EXPORT const int64_t tilework_driver_layout[] = {3, sizeof(Program), sizeof(Copy), sizeof(Backup), sizeof(Random), sizeof(Call)};
 
 static int64_t next_seed(Random* r) {
   r->counter += 1;
@@ -160,22 +165,145 @@ static void leave_worker_core() {
 // MKL's own setting of threads for the calling thread; null where BLAS is another library.
 extern "C" __attribute__((weak)) int MKL_Set_Num_Threads_Local(int);
 
-// As many threads as pay, for a whole call: one, or all that the caller allows. Never some of them: the OpenMP library ends threads
-// that a smaller team leaves over, and to make them anew for the next one takes longer than most steps.
-struct Threads {
-  const int allowed;
-  int before = 0;
-  bool one;
-  explicit Threads(bool parallel) : allowed(omp_get_max_threads()), one(!parallel && allowed > 1) {
-    if (!one) return;
+// Whether other processes want the cores. Threads that wait for each other then do worse than one alone: see kernels/team.cpp. The
+// system says for each thread how long it wanted a core and had none. A look takes a microsecond a thread; after a while alone, all
+// threads are tried again. One for all sessions of this library.
+class Neighbours {
+ public:
+  bool asked = false;  // whether somebody wants it looked for
+  bool crowded() const { return alone; }
+  void look() {
+    const int64_t now = nanoseconds();
+    if (now - looked < kLook) return;
+    looked = now;
+    if (alone) {
+      if (now < until) return;
+      alone = false;  // try again
+      windows = waited = 0;
+      measure(nullptr);
+      return;
+    }
+    double share = 0;
+    if (!measure(&share)) return;
+    windows += 1;
+    waited = share > kShare ? waited + 1 : 0;
+    if (waited >= 2) {
+      alone = true;
+      until = now + patience;
+      patience = std::min(2 * patience, kLongest);
+    } else if (windows > 50) {
+      patience = kShortest;
+    }
+  }
+
+ private:
+  static constexpr int64_t kLook = 10000000, kShortest = 500000000, kLongest = 8000000000;  // ns
+  static constexpr double kShare = 0.2;  // of its time that a thread waited for a core
+  static constexpr int kMost = 16;       // threads that are looked at
+
+  static int64_t nanoseconds() {
+    timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec * 1000000000ll + t.tv_nsec;
+  }
+  // The largest share of time that one of the threads waited since the last look. False: there is nothing to compare with.
+  bool measure(double* share) {
+    const pid_t self = (pid_t)syscall(SYS_gettid);
+    if (self != caller) find(self);
+    bool known = false;
+    for (int i = 0; i < count; ++i) {
+      char text[96] = {};
+      long long run = 0, wait = 0;
+      if (files[i] < 0 || pread(files[i], text, sizeof(text) - 1, 0) <= 0 || sscanf(text, "%lld %lld", &run, &wait) != 2) continue;
+      const int64_t ran = run - runs[i], waited = wait - waits[i];
+      if (share && have && ran + waited > kLook / 2) {
+        known = true;
+        *share = std::max(*share, (double)waited / (double)(ran + waited));
+      }
+      runs[i] = run, waits[i] = wait;
+    }
+    const bool compared = have && known;
+    have = true;
+    return compared;
+  }
+  // The threads of OpenMP's team, the caller among them.
+  void find(pid_t self) {
+    for (int i = 0; i < count; ++i)
+      if (files[i] >= 0) close(files[i]);
+    pid_t found[kMost] = {};
+#pragma omp parallel
+    if (omp_get_thread_num() < kMost) found[omp_get_thread_num()] = (pid_t)syscall(SYS_gettid);
+    count = 0;
+    for (pid_t thread : found) {
+      char path[64];
+      snprintf(path, sizeof(path), "/proc/self/task/%d/schedstat", (int)thread);
+      if (thread) files[count++] = open(path, O_RDONLY | O_CLOEXEC);
+    }
+    caller = self;
+    have = false;
+  }
+
+  bool alone = false, have = false;
+  int64_t looked = 0, until = 0, patience = kShortest;
+  int windows = 0, waited = 0, count = 0;
+  pid_t caller = 0;
+  int files[kMost];
+  int64_t runs[kMost], waits[kMost];
+};
+
+static Neighbours neighbours;
+
+EXPORT void tilework_look_for_neighbours(int32_t on) { neighbours.asked = on; }
+EXPORT int32_t tilework_crowded() { return neighbours.crowded(); }
+
+// As many threads as pay: one, or all that the caller allows. Never some of them: the OpenMP library ends threads that a smaller team
+// leaves over, and to make them anew for the next one takes longer than most steps.
+class Threads {
+ public:
+  Threads(const Program& micro, const Program& update)
+      : programs{&micro, &update}, allowed(omp_get_max_threads()), parallel(micro.parallel || (update.run && update.parallel)) {
+    if (allowed > 1 && !parallel) one();
+  }
+  ~Threads() {
+    if (alone) together();
+    if (single) all();
+  }
+  void before_step() {
+    if (!parallel || allowed == 1 || !neighbours.asked) return;
+    neighbours.look();
+    if (neighbours.crowded() == alone) return;
+    alone ? together() : apart();
+  }
+
+ private:
+  void one() {  // libraries too
+    single = true;
     omp_set_num_threads(1);
     if (MKL_Set_Num_Threads_Local) before = MKL_Set_Num_Threads_Local(1);
   }
-  ~Threads() {
-    if (!one) return;
+  void all() {
+    single = false;
     omp_set_num_threads(allowed);
     if (MKL_Set_Num_Threads_Local) MKL_Set_Num_Threads_Local(before);
   }
+  void apart() {
+    one();
+    alone = true;
+    for (const Program* p : programs)
+      if (p->run && p->alone) p->alone(allowed);
+  }
+  void together() {
+    for (const Program* p : programs)
+      if (p->run && p->alone) p->alone(0);
+    alone = false;
+    all();
+  }
+
+  const Program* programs[2];
+  const int allowed;
+  const bool parallel;
+  bool single = false, alone = false;
+  int before = 0;
 };
 
 // The page: what this process is doing, for everybody to see (tiles/page.py has its layout). Two clock readings a step.
@@ -263,13 +391,14 @@ static int undo(Call* call, uint64_t drawn) {
 
 // 0: done. 1: a program failed, `error` says why. 2: a loss is not a number.
 EXPORT int tilework_call(Call* call, char** addresses, char* error, size_t size) {
-  if (pinned) leave_worker_core();
+  if (pinned && !neighbours.crowded()) leave_worker_core();
   Metered metered;
   call->steps_done = 0;
   int64_t at = 0;
   const int64_t total = call->num_steps * call->num_micro_batches;
-  Threads threads(call->micro.parallel || (call->update.run && call->update.parallel));
+  Threads threads(call->micro, call->update);
   for (int64_t step = 0; step < call->num_steps; ++step) {
+    threads.before_step();
     const uint64_t drawn = call->random ? call->random->counter : 0;
     for (int64_t i = 0; i < call->num_restored; ++i) {
       const Backup& b = call->restored[i];

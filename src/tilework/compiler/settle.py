@@ -55,7 +55,7 @@ class Settling:
 
     def settle(self) -> Settled:
         made = self.make(self.options, {})
-        self.report("running one step beside eager PyTorch")
+        self.report("comparing one step with eager PyTorch")
         verdict = self.judge(made)
         if not verdict.wrong:
             return Settled(made, verdict.note, verdict.compared)

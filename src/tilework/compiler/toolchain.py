@@ -98,7 +98,7 @@ def compiler() -> str:
         "compiler-missing",
         "compiling for the cpu device needs a C++ compiler, and none was found",
         expected="g++ 10 or later",
-        fix="apt-get install g++   (running an artifact needs no compiler; --device reference neither)",
+        fix="apt-get install g++   (not needed to run an artifact, or with --device reference)",
     )
 
 
@@ -135,22 +135,31 @@ def run(command: Sequence[str], what: str) -> None:
     if "No space left on device" in text:
         raise MachineError("disk-full", f"{what}: no space left on the device", fix="free some space, or set TILEWORK_CACHE")
     if done.returncode < 0:
-        raise MachineError("compiler-failed", f"{what}: the compiler was ended by signal {-done.returncode}",
+        raise MachineError("compiler-failed", f"{what}: the compiler was killed by signal {-done.returncode}",
                            fix="check memory; a smaller model or --opt-level 1 needs less")  # fmt: skip
     first = next((line for line in text.splitlines() if "error" in line), text[:300])
-    raise BugError("compile-native", f"{what}: the generated code was refused by the compiler", found=first[:500],
+    raise BugError("compile-native", f"{what}: the compiler rejected the generated code", found=first[:500],
                    fix="try without TILEWORK_CXXFLAGS" if extra_flags() else "")  # fmt: skip
 
 
 KERNELS = Path(__file__).parent / "kernels"
-CALLS = Path(__file__).parent / "calls.cpp"
+CALLS, GEMM, TEAM = Path(__file__).parent / "calls.cpp", KERNELS / "gemm.cpp", KERNELS / "team.cpp"
+# Code of ours that is compiled once a machine and linked to libraries whose source has this in it.
+LINKED = {
+    CALLS: re.compile(r"tilework::open_calls\("),
+    GEMM: re.compile(r"tilework::(batch_product|update_by_product|product|small_conv)"),
+    TEAM: re.compile(r"tilework_run_"),
+}
+# OpenMP's functions as team.cpp has them: all that programs and kernels call.
+_WRAPPED = ["GOMP_parallel", "GOMP_barrier", "GOMP_single_start",
+            *(f"omp_{name}" for name in ("get_thread_num", "get_num_threads", "get_max_threads", "in_parallel"))]  # fmt: skip
 
 
 @functools.cache
 def header_text() -> str:
     """What every program includes: torch's C interface and our kernels, in one piece."""
     ours = [re.sub(r'^#(pragma once|include ").*\n', "", (KERNELS / f"{name}.h").read_text(), flags=re.M)
-            for name in ("vectors", "workspace", "pieces", "products", "convolutions", "pooling", "calls")]  # fmt: skip
+            for name in ("vectors", "workspace", "pieces", "gemm", "products", "convolutions", "pooling", "calls")]  # fmt: skip
     return "\n".join(
         [
             "#pragma once",
@@ -202,28 +211,33 @@ def empty_libraries(folder: Path) -> list[str]:
     return made
 
 
-def calls_object(options: Options, folder: Path) -> Path:
-    """calls.cpp, compiled once a set of flags (some seconds): linked to programs that call operators through the dispatcher."""
-    plain = [
-        f
-        for f in flags(options)
-        if not f.startswith(("-DTORCH_INDUCTOR", "-DSTANDALONE", "-DC10_", "-DCPU_CAPABILITY", "-O", "-march"))
-    ]
-    plain += ["-O2", f"-I{CALLS.parent}"]
-    key = hashlib.sha256("\n".join([*plain, compiler_version(), torch.__version__, CALLS.read_text()]).encode()).hexdigest()
-    path = folder / f"calls-{key[:16]}.o"
-    if not path.exists():
+def needed_code(source: str) -> set[Path]:
+    """Which of our own files (LINKED) a source needs."""
+    return {path for path, mark in LINKED.items() if mark.search(source)}
+
+
+def own_object(path: Path, options: Options, folder: Path) -> Path:
+    """A file of our own, compiled once a set of flags (some seconds)."""
+    chosen = flags(options)
+    if path == CALLS:  # torch's headers, as torch itself is compiled
+        not_here = ("-DTORCH_INDUCTOR", "-DSTANDALONE", "-DC10_", "-DCPU_CAPABILITY", "-O", "-march")
+        chosen = [f for f in chosen if not f.startswith(not_here)] + ["-O2"]
+    chosen.append(f"-I{CALLS.parent}")
+    read = "".join(p.read_text() for p in (path, *sorted(KERNELS.glob("*.h"))))
+    key = hashlib.sha256("\n".join([*chosen, compiler_version(), torch.__version__, read]).encode()).hexdigest()
+    made = folder / f"{path.stem}-{key[:16]}.o"
+    if not made.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        part = folder / f".{os.getpid()}-{threading.get_ident()}-{path.name}"
-        run([compiler(), *plain, "-c", str(CALLS), "-o", str(part)], "calls")
-        part.replace(path)
-    return path
+        part = folder / f".{os.getpid()}-{threading.get_ident()}-{made.name}"
+        run([compiler(), *chosen, "-c", str(path), "-o", str(part)], path.stem)
+        part.replace(made)
+    return made
 
 
 def shared_library(source: str, options: Options, scratch: Path, name: str, header: Path | None, folder: Path) -> bytes:
     """Compile one source file and link it. `folder` keeps what every library needs."""
     obj = object_file(source, options, scratch, name, header)
-    return linked([obj], "tilework::open_calls" in source, options, scratch, name, folder)
+    return linked([obj], needed_code(source), options, scratch, name, folder)
 
 
 def object_file(source: str, options: Options, scratch: Path, name: str, header: Path | None) -> Path:
@@ -234,14 +248,15 @@ def object_file(source: str, options: Options, scratch: Path, name: str, header:
     return obj
 
 
-def linked(objects: Sequence[Path], with_calls: bool, options: Options, scratch: Path, name: str, folder: Path) -> bytes:
-    """A shared library, linked against torch's C interface. OpenMP comes from torch's own copy."""
+def linked(objects: Sequence[Path], needed: Set[Path], options: Options, scratch: Path, name: str, folder: Path) -> bytes:
+    """A shared library, linked with `needed`, files of our own, and against torch's C interface. OpenMP is torch's own copy."""
     so = scratch / f"{name}.so"
-    needed = ["-Wl,--no-as-needed", *empty_libraries(folder)]
-    if with_calls:
-        needed.insert(0, str(calls_object(options, folder)))
+    own = [str(own_object(path, options, folder)) for path in sorted(needed)]
     extra = extra_flags() or ["-Wl,-s"]  # names are stripped, unless somebody wants to look inside
-    run([compiler(), "-shared", "-o", str(so), *map(str, objects), *needed, *extra], f"program {name}")
+    libraries = ["-Wl,--no-as-needed", *empty_libraries(folder)]
+    if TEAM in needed:
+        libraries += [f"-Wl,--wrap={name}" for name in _WRAPPED]
+    run([compiler(), "-shared", "-o", str(so), *map(str, objects), *own, *libraries, *extra], f"program {name}")
     return so.read_bytes()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-HERE, IGNORED, REFUSED = "here", "accepted, no effect", "refused"
+HERE, IGNORED, REFUSED = "yes", "accepted, no effect", "refused"
 Row = tuple[str, str, str, str]  # where, names, status, what to know
 
 
@@ -20,9 +20,9 @@ def code(names: Iterable[str]) -> str:
 
 def names_table(rows: Iterable[Row]) -> str:
     found = [(f"`{where}`", code(names.split()), status, note) for where, names, status, note in rows]
-    return table(("where", "names", "here?", "note"), found)
+    return table(("where", "names", "supported", "note"), found)
 
 
 def variables_table(rows: Iterable[tuple[str, str, str]]) -> str:
     """Environment variables: (names, status, what to know)."""
-    return table(("variable", "here?", "note"), [(code(names.split(", ")), status, note) for names, status, note in rows])
+    return table(("variable", "supported", "note"), [(code(names.split(", ")), status, note) for names, status, note in rows])

@@ -19,17 +19,19 @@ def known_isas(architecture: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    device: str = "cpu"
-    programs: Literal["all", "fused", "sections"] = "all"  # what is built: the fused step, its sections one by one, or both
+    """Everything that can be chosen about a compile."""
+
+    device: str = "cpu"  # cpu, reference, null, or one from another package
+    programs: Literal["all", "fused", "sections"] = "all"  # what to build: the fused step, its sections one by one, or both
     isa: Literal["native", "x86-64-v3", "x86-64-v4", "baseline"] = "native"  # instruction set of native code
-    opt_level: int = 3  # of the native compiler; 1 compiles faster and runs a little slower
-    keep_momentum: bool = False  # room for momentum although the optimizer starts with none
-    keep_gradients: bool = False  # the fused step writes gradients to their buffers, so that they can be read
-    # That it is meant for. With several, the update is a program of its own, so that gradients can be reduced before it; such an
-    # artifact runs with any number.
-    num_replicas: int = 1
-    piece_size: int = 400  # operators: longer programs are generated and compiled in pieces, on several cores
-    disable: tuple[str, ...] = ()  # passes to leave out
+    opt_level: int = 3  # of the native compiler; 1 compiles faster, runs a little slower
+    keep_momentum: bool = False  # reserve momentum buffers even if the optimizer has no momentum yet
+    keep_gradients: bool = False  # the fused step keeps gradients, so that they can be read
+    # With several replicas the update is a separate program, so that gradients can be reduced before it. Such an artifact runs
+    # with any number of replicas.
+    num_replicas: int = 1  # how many replicas to plan for
+    piece_size: int = 400  # longer programs (in operators) are compiled in pieces, on several cores
+    disable: tuple[str, ...] = ()  # planning passes to turn off
 
     def __post_init__(self) -> None:
         problems = []

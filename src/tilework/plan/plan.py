@@ -106,8 +106,8 @@ def plan(steps: Sequence[StepGraph], options: Options, passes: Sequence[str] = (
             same = next((p for p, g in programs.items() if carries[p] == carried and _equal(g, graph)), None)
             roles[role] = name = same or _named(role, prefix)
             if same is None and name in programs:
-                raise UserError("signatures", "two signatures would have programs of one name", found=name,
-                                fix="name them otherwise: Step(name=...)")  # fmt: skip
+                raise UserError("signatures", "two signatures would have programs with the same name", found=name,
+                                fix="give them different names: Step(name=...)")  # fmt: skip
             if same is None:
                 programs[name], carries[name] = replace(graph, name=name), carried
         signatures.append(msgspec.structs.replace(step.signature, prefix=prefix, programs=roles))

@@ -51,7 +51,7 @@ def _check_names(value: dict[str, Any], structure: Structure) -> None:
     problems = [f"{k}: not an input; {did_you_mean(k, known)}" for k in value if k not in known]
     problems += [f"{k}: missing" for k in sorted(needed - set(value))]
     if problems:
-        raise UserError("input-names", "the inputs have other names than were compiled:\n    " + "\n    ".join(problems))
+        raise UserError("input-names", "the inputs have different names than at compile time:\n    " + "\n    ".join(problems))
 
 
 def in_order(args: tuple[Any, ...], structure: Structure) -> tuple[Any, ...]:
@@ -101,7 +101,7 @@ def _in_order(expected: Sequence[Argument], named: dict[str, Any]) -> tuple[Any,
     problems = [f"{k}: not an input; {did_you_mean(k, names)}" for k in named if k not in names]
     problems += [f"{k}: missing" for k in names if k not in named]
     if problems:
-        raise UserError("input-names", "the inputs have other names than were compiled:\n    " + "\n    ".join(problems))
+        raise UserError("input-names", "the inputs have different names than at compile time:\n    " + "\n    ".join(problems))
     return tuple(named[k] for k in names)
 
 

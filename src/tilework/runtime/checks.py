@@ -29,7 +29,7 @@ def raise_failed(
         "run-check",
         check.text,
         found=f"a check of the model fails at {check.where}; {step if section == 'fwd' else 'nothing was changed'}",
-        fix="look at the inputs of this call. With nan_error=True a step that fails changes nothing",
+        fix="check the inputs of this call. With nan_error=True, a step that fails changes nothing",
     ) from error
 
 
@@ -41,7 +41,7 @@ def broken_off(error: TileworkError, signature: Signature) -> TileworkError:
     said = "".join(f"\n    {c.text} ({c.where})" for c in checks)  # whether they held is not known
     return UserError(
         "run-check",
-        f"the step broke off: {error.summary}. The model asks of its inputs:{said}",
+        f"the step failed: {error.summary}. The model requires of its inputs:{said}",
         found=error.found,
-        fix="look at the inputs of this call; load the weights again, because this step may be half done",
+        fix="check the inputs of this call; load the weights again, because this step may be half done",
     )

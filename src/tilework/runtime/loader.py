@@ -38,12 +38,13 @@ class Chunk:
 
 
 class Loader:
-    """
+    """Batches for session.loop, loaded ahead in the background, many steps at a time.
+
     source      a torch DataLoader, any iterable of batches, or data in memory: tensors or arrays of equal length, or a
                 TensorDataset (then batch_size is needed)
-    num_steps   steps to a chunk, which session.loop runs in one call; the last chunk may have fewer
-    drop_last   leave out a last batch that is smaller than the others; otherwise the artifact must have a signature of its size
-    prefetch    how many chunks may be ready ahead
+    num_steps   steps per chunk; session.loop runs a chunk in one call. The last chunk may have fewer
+    drop_last   skip a smaller last batch; otherwise the artifact needs a signature of its size
+    prefetch    how many chunks to load ahead
     shuffle, seed   for data in memory; without a seed the order is drawn from torch's global generator
     """
 
@@ -65,7 +66,7 @@ class Loader:
         in_memory = _in_memory(source)
         if in_memory is not None:
             if batch_size is None:
-                raise UserError("loader", "Loader: data in memory has no batches yet", fix="give batch_size=")
+                raise UserError("loader", "Loader: data in memory needs a batch size", fix="give batch_size=")
             self._source: Any = _Rows(in_memory, batch_size, _order(len(in_memory[0][0]), shuffle, seed), drop_last)
         elif batch_size is not None or shuffle or seed is not None:
             raise UserError("loader", "Loader: batch_size, shuffle and seed are for data in memory",

@@ -20,7 +20,7 @@ _SMALL, _STOCK = 1024, 64  # bytes of a call's outputs; calls to a stock. A kept
 
 
 class Result:
-    """What a call brought back. Worked out when it is asked for: a loop that only wants the loss pays for nothing else."""
+    """What a call returns. Values are computed when they are asked for: a loop that only reads the loss pays for nothing else."""
 
     __slots__ = ("_loss", "_losses", "_outputs", "_plan", "_raw")
 
@@ -32,33 +32,33 @@ class Result:
 
     @property
     def losses(self) -> Tensor | None:
-        """One loss a micro-batch, in order."""
+        """One loss per micro-batch, in order."""
         if self._losses is None and self._plan is not None:
             self._losses = self._plan.losses(self._raw)
         return self._losses
 
     @property
     def loss(self) -> Tensor | None:
-        """The mean over the micro-batches of a step (the sum where they accumulate by sum); the mean over several steps."""
+        """The mean over the micro-batches of a step (the sum if they accumulate by sum), and the mean over several steps."""
         if self._loss is None and self._plan is not None:
             self._loss = self._plan.loss(self._raw)
         return self._loss
 
     @property
     def outputs(self) -> Any:
-        """In the structure that the model returns; several micro-batches lie side by side along the batch."""
+        """In the structure that the model returns. Several micro-batches are concatenated along the batch dimension."""
         if self._outputs is None and self._plan is not None:
             self._outputs = self._plan.outputs(self._raw)
         return self._outputs
 
     @property
     def raw(self) -> Sequence[Tensor]:
-        """As the device gave them: of several micro-batches, those that come back whole have one more dimension in front."""
+        """As the device returned them. With several micro-batches, whole outputs have one more dimension in front."""
         return self._raw
 
     @property
     def flat(self) -> list[Tensor]:
-        """Every output in the manifest's order. Of several micro-batches: scalars one a step, the rest side by side."""
+        """Every output in the manifest's order. With several micro-batches: one scalar per step, the rest concatenated."""
         return self._plan.flat(self._raw) if self._plan is not None else []
 
     def __repr__(self) -> str:

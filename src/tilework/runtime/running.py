@@ -83,7 +83,7 @@ class Running:
         raise_failed(calls.signature, self.memory, "fwd", error, undone=self.nan_error)
         return UserError(
             "loss-nan", f"the loss is not a number at step {self.num_steps + 1}, which was undone",
-            fix="lower the learning rate, clip the gradients (clip_norm), or look at the inputs of that step",
+            fix="lower the learning rate, clip the gradients (clip_norm), or check the inputs of that step",
         )  # fmt: skip
 
     # ---- replicas ----

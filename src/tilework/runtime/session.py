@@ -41,6 +41,8 @@ from .running import OutGrads, Running, no_gradients
 
 
 class Session:
+    """A loaded artifact, with its own copies of parameters, buffers and optimizer state. tilework.load makes it."""
+
     def __init__(
         self,
         artifact: Artifact,
@@ -104,8 +106,8 @@ class Session:
             self.load(beside)
 
     def seed(self, seed: int, counter: int = 0, inferred: int = 0) -> None:
-        """Start the random numbers of dropout and its kin again, from this seed; seed(*random_state()) goes on from there.
-        infer() draws from a stream of its own, so that it changes nothing about training. Replicas draw different numbers."""
+        """Restart the random numbers (dropout and others) from this seed. seed(*random_state()) continues from where it was.
+        infer() draws from a separate stream, so it does not affect training. Replicas draw different numbers."""
         self._seed = seed
         self._device.seed(rank_base(seed, self.rank), counter, inferred)
 
@@ -115,7 +117,7 @@ class Session:
 
     @property
     def num_steps(self) -> int:
-        """Optimizer steps that were made, also before a checkpoint that was loaded."""
+        """Optimizer steps so far, including those before a loaded checkpoint."""
         return self._running.num_steps
 
     @num_steps.setter
@@ -141,8 +143,8 @@ class Session:
             self.memory.fill(Kind.HYPER.of(full), value)
 
     def follow(self, *optimizers: torch.optim.Optimizer, but: str | Iterable[str] = ()) -> None:
-        """Take hyperparameters from these host optimizers before each call: torch's LR schedulers then work as they are. Those
-        that `but` names stay as they were set."""
+        """Read hyperparameters from these host optimizers before each call, so that torch's LR schedulers work. The ones named in
+        `but` are left alone."""
         names = [but] if isinstance(but, str) else list(but)
         kept = frozenset(resolve(self.manifest, dict.fromkeys(names, 0.0), None))
         if kept != self._but or len(optimizers) != len(self._followed) or any(map(operator.is_not, optimizers, self._followed)):
@@ -159,8 +161,8 @@ class Session:
     # ---- replicas ----
 
     def reduce_with(self, reducer: Reducer | None) -> None:
-        """From now on this session is one replica of several: between bwd and opt, `reducer` makes its gradients those of all.
-        The artifact must be compiled for replicas (num_replicas)."""
+        """Make this session one of several replicas: between bwd and opt, `reducer` combines their gradients. The artifact must
+        be compiled for replicas (num_replicas)."""
         self._running.reducer = reducer
         for calls in self.calls:
             calls.ready.clear()
@@ -179,18 +181,18 @@ class Session:
         signature: str | None = None,
         **named: Any,
     ) -> Result:
-        """Run sections, by default all of them, fused into one native call where that is possible.
+        """Run a training step: all sections, fused into one native call if possible, or the sections that are named.
 
         inputs      model inputs and then targets, nested as at compile time or flat, or by name: run(**batch). bwd and opt
                     alone need none.
-        sections    any of fwd, bwd, reduce, opt. ["fwd"] changes no weight; ["bwd", "opt"] go on from the last fwd.
-        out_grads   gradients of outputs, by name or position: the loss was computed on the host.
+        sections    any of fwd, bwd, reduce, opt. ["fwd"] changes no weight; ["bwd", "opt"] continue from the last fwd.
+        out_grads   gradients of outputs, by name or position, if the loss was computed on the host.
         hyper       hyperparameters to set first. An array gives each step of the call its own value; the last one stays.
         keep_gradients  run section by section, so that gradients() can be read afterwards.
         num_steps   this many optimizer steps in one call; the batch holds the inputs of all of them.
-        outputs     what to bring back of a call with several micro-batches: "all", "last", "sum", only the "loss", or
-                    {output name: all, last or sum}. Losses always come back, one a micro-batch.
-        signature   which one to run, by name; by default the one whose shapes the inputs have.
+        outputs     what a call with several micro-batches returns: "all", "last", "sum", only the "loss", or
+                    {output name: all, last or sum}. Losses are always returned, one per micro-batch.
+        signature   the signature to run, by name; by default the one with the shapes of the inputs.
         """
         if named:
             inputs = by_name(self.manifest.signature, inputs, named)
@@ -273,7 +275,7 @@ class Session:
     def loop(
         self, loader: Iterable[Chunk], *, hyper: Mapping[str, Any] | None = None, outputs: str | Mapping[str, str] = "all"
     ) -> Iterator[Result]:
-        """Train over a tilework.Loader, many steps in one call: yields the result of each call.
+        """Train over a tilework.Loader, many steps per call. Yields the result of each call.
 
         hyper   as in run(); an array has one value for each step of the whole pass.
         """
@@ -286,11 +288,12 @@ class Session:
             done += chunk.num_steps
 
     def infer(self, *inputs: Any, num_batches: int = 1, signature: str | None = None, **named: Any) -> Any:
-        """The model in eval mode: its outputs. Changes only buffers that the model itself changes in eval mode. Works from any
-        artifact. Random numbers that the model draws in eval mode too are new in each call.
+        """Run the model in eval mode and return its outputs. Works with any artifact. Changes only the buffers that the model
+        itself changes in eval mode. If the model draws random numbers in eval mode, they are new in each call.
 
-        num_batches   this many batches, side by side, in one native call; so are the outputs, scalars one a batch.
-        signature     which one to run, by name; by default the one whose shapes the inputs have.
+        num_batches   run this many batches, concatenated, in one native call. Outputs are concatenated too; scalars come one per
+                      batch.
+        signature     the signature to run, by name; by default the one with the shapes of the inputs.
         """
         if named:
             inputs = by_name(self.manifest.signature, inputs, named, infer=True)
@@ -315,7 +318,7 @@ class Session:
 
     @property
     def fused(self) -> str | None:
-        """The program that runs a whole step: step; accumulate, where it has micro-batches; None."""
+        """The program that runs a whole step: "step", or "accumulate" with micro-batches, or None."""
         return self._first.fused
 
     @property
@@ -351,7 +354,7 @@ class Session:
             return self.memory.read_all(*WEIGHTS)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Parameters and buffers by their names in the model: what model.load_state_dict takes. Tied ones have each name."""
+        """Parameters and buffers by their names in the model, for model.load_state_dict. Tied ones appear under each name."""
         m = self.manifest
         with self._lock, self.page.during(COPY):
             own = {Buffer(b).name: t for b, t in self.memory.read_all(Kind.PARAM, Kind.BUFFER).items()}
@@ -395,7 +398,7 @@ class Session:
     # ---- checkpoints ----
 
     def save(self, path: str | Path) -> None:
-        """Everything that training changes, as safetensors, whole or not at all. load() goes on from there."""
+        """Save everything that training changes as safetensors, atomically. load() continues from there."""
         with self.page.beside(SAVE):  # only the copy keeps others from running: files are slow
             with self._lock:
                 tensors = self.memory.read_all(*WEIGHTS)
@@ -403,8 +406,8 @@ class Session:
             checkpoint.write(path, tensors, notes)
 
     def load(self, path: str | Path) -> None:
-        """Weights from a file that save() or compile wrote, or of any safetensors file with the model's names (a Hugging Face
-        checkpoint: its file, or its folder); optimizer state too where the file has it, or else a fresh one."""
+        """Load weights from a file that save() or compile wrote, or from any safetensors file with the model's names (a Hugging
+        Face checkpoint: its file or its folder). Optimizer state is loaded if the file has it, and starts fresh otherwise."""
         with self._lock, self.page.during(SAVE):
             tensors, notes = checkpoint.read(path)
             self._load_tensors(tensors)
@@ -428,13 +431,13 @@ class Session:
         self._running.forget_forward()
 
     def barrier(self) -> None:
-        """Wait for the other ranks of torch.distributed, where it is up. The wait is shown as `wait`."""
+        """Wait for the other ranks of torch.distributed, if it is initialized. Shown as `wait` in the tile tools."""
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             with self.page.beside(WAIT):  # other threads may run meanwhile: the ranks may be waiting for what they do
                 torch.distributed.barrier()
 
     def close(self) -> None:
-        """Free what the device holds. The session cannot run afterwards; its tensors can still be read. The tiles go back when
+        """Free the device's memory. The session cannot run afterwards, but its tensors can still be read. Tiles are returned when
         the last session of the process is closed."""
         if self._closed:
             return

@@ -153,7 +153,7 @@ def _groups(
     for group in manifest.groups:
         i, j = int(group.optimizer.removeprefix("opt")), int(group.prefix.split(".g")[1])
         if i >= len(optimizers) or j >= len(optimizers[i].param_groups):
-            raise UserError("optimizer-mismatch", f"the artifact has optimizer group {group.prefix}, and the host has not",
+            raise UserError("optimizer-mismatch", f"the artifact has optimizer group {group.prefix}, but the host does not",
                             fix="give the optimizers in the order in which they were compiled")  # fmt: skip
         kinds = [kind.__name__.lower() for kind in type(optimizers[i]).__mro__]
         if group.rule not in kinds and not (group.rule == "adamw" and "adam" in kinds):
@@ -218,7 +218,7 @@ def hyper_of(manifest: Manifest, optimizers: Sequence[torch.optim.Optimizer]) ->
         if "betas" in host:
             values["beta1"], values["beta2"] = host["betas"]
         if values.get("momentum") and f"{group.prefix}.momentum" not in manifest.hyperparameters and "momentum" in host:
-            raise UserError("hyper-unknown", f"the host's optimizer has momentum by now, and group {group.prefix} was compiled "
+            raise UserError("hyper-unknown", f"the host's optimizer now has momentum, but group {group.prefix} was compiled "
                             "without room for it", found=f"momentum={values['momentum']}",
                             fix="compile with keep_momentum=True, or with an optimizer that starts with momentum")  # fmt: skip
         for name in manifest.hyperparameters:

@@ -33,8 +33,9 @@ def _find(folder: Path, name: str) -> Path:
         for candidate in (place / name, place / name.removesuffix(".gz")):
             if candidate.exists():
                 return candidate
-    raise UserError("data-missing", f"{folder}: MNIST is not here", expected=f"{name}, plain or gzipped, here or in MNIST/raw",
-                    fix="name the right folder, use --download, or leave it out to use the carried digits")  # fmt: skip
+    raise UserError("data-missing", f"{folder}: there are no MNIST files",
+                    expected=f"{name}, plain or gzipped, in this folder or in its MNIST/raw",
+                    fix="name the right folder, use --download, or leave it out to use the built-in digits")  # fmt: skip
 
 
 def read_idx(path: Path) -> np.ndarray:
@@ -100,4 +101,4 @@ def _fetch(name: str, digest: str) -> bytes:
             return data
         problems.append(f"{source}: the file has other content than the published one")
     raise MachineError("data-download", f"{name} could not be downloaded", found="; ".join(problems),
-                       fix="put the four MNIST files into a folder and name it, or use the carried digits")  # fmt: skip
+                       fix="put the four MNIST files into a folder and name it, or use the built-in digits")  # fmt: skip

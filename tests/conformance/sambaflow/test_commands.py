@@ -170,4 +170,4 @@ def test_a_site(tmp_path: Path) -> None:
     assert not top.exists()
     (top / "mine").mkdir(parents=True)
     assert "left alone" in run(tmp_path, *cli, "install", "--root", str(tmp_path), code=2)
-    assert "no action" in run(tmp_path, *cli, "demolish", code=2)
+    assert "is not one of" in run(tmp_path, *cli, "demolish", code=2)

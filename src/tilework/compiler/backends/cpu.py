@@ -54,7 +54,7 @@ def _own_code() -> str:
         random.__file__,
         operators.__file__,
         memory.__file__,
-        toolchain.CALLS,
+        *toolchain.LINKED,
         *sorted(toolchain.KERNELS.glob("*.h")),
     ]
     return hashlib.sha256(b"".join(Path(f).read_bytes() for f in files)).hexdigest()
@@ -242,7 +242,7 @@ class _Pieces:
         self.share = max(SHARE, total / num_workers())  # nodes that one run of the compiler gets
         self.collected: list[str] = []
         self.nodes = 0
-        self.with_calls = False
+        self.needed: set[Path] = set()
         self.objects: list[Future[bytes]] = []
 
     def _named(self, piece: Graph, program: str) -> str:
@@ -271,7 +271,7 @@ class _Pieces:
 
     def compile(self, compile_one: Callable[[str], Future[bytes]]) -> None:
         text = "\n".join(self.collected)
-        self.with_calls |= "tilework::open_calls" in text
+        self.needed |= toolchain.needed_code(text)
         self.objects.append(compile_one(text))
         self.collected, self.nodes = [], 0
 
@@ -279,7 +279,7 @@ class _Pieces:
         files = [scratch / f"{i}.o" for i in range(len(self.objects))]
         for file, made in zip(files, self.objects, strict=True):
             file.write_bytes(made.result())
-        return toolchain.linked(files, self.with_calls, options, scratch, PIECES, folder)
+        return toolchain.linked(files, self.needed, options, scratch, PIECES, folder)
 
 
 backend = CpuBackend()

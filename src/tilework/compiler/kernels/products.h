@@ -1,5 +1,6 @@
-// Matrix products: straight to BLAS, or by loops of our own where one side is a vector.
+// Matrix products: by loops of our own where one side is a vector, by gemm.cpp where that is faster than BLAS, else straight to BLAS.
 #pragma once
+#include "gemm.h"
 #include "vectors.h"
 
 extern "C" void sgemm_(const char*, const char*, const int*, const int*, const int*, const float*, const float*, const int*,
@@ -24,6 +25,9 @@ struct Matrix {  // rows x columns; `transposed`: columns lie one after the othe
 
 // out = alpha a b + beta out, `out` row by row. BLAS counts by columns, so this is out^T = b^T a^T.
 static inline void gemm(const Matrix& a, const Matrix& b, float* out, int64_t out_leading, float alpha, float beta) {
+  if (own_gemm({a.data, a.leading, a.transposed}, {b.data, b.leading, b.transposed}, a.rows, a.columns, b.columns, out, out_leading,
+               alpha, beta))
+    return;
   int m = b.columns, n = a.rows, k = a.columns;
   int lda = a.leading, ldb = b.leading, ldc = out_leading;
   const bool alone = MKL_Set_Num_Threads_Local && (int64_t)m * n * k < kSerialProduct;

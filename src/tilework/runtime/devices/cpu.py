@@ -33,7 +33,7 @@ _ENTER = ctypes.PYFUNCTYPE(c_int64, c_void_p, c_void_p, c_int64)  # too short to
 
 
 class _Program(Structure):
-    _fields_ = (("run", c_void_p), ("buffers", POINTER(c_void_p)), ("parallel", c_int64))
+    _fields_ = (("run", c_void_p), ("buffers", POINTER(c_void_p)), ("parallel", c_int64), ("alone", c_void_p))
 
 
 class _Copy(Structure):
@@ -59,7 +59,7 @@ class _Call(Structure):
 
 
 # The driver has the same numbers. The first is counted up, here and there, where a field or an enum changes its meaning.
-_LAYOUT = [2, *(ctypes.sizeof(s) for s in (_Program, _Copy, _Backup, _Random, _Call))]
+_LAYOUT = [3, *(ctypes.sizeof(s) for s in (_Program, _Copy, _Backup, _Random, _Call))]
 _HOW = {"all": 0, "last": 1, "sum": 2, "each": 0, "once": 3, "again": 4}  # the driver's enums
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.int64: 2, torch.bfloat16: 3, torch.float16: 4}
 
@@ -141,6 +141,9 @@ class Device:
         self.driver.tilework_call.argtypes = [c_void_p, c_void_p, c_void_p, c_size_t]
         self.driver.tilework_call.restype = c_int
         self._pin()
+        # With a number of threads that was asked for, or leased tiles, nothing is left to decide.
+        adapts = num_threads is None and os.environ.get("TILEWORK_ADAPT", "1") != "0"
+        self.driver.tilework_look_for_neighbours(adapts)
         self.error = ctypes.create_string_buffer(_ERROR_SIZE)
         seed = buffers[SEED].data_ptr() if SEED in buffers else None  # none: no program draws random numbers
         self.randoms = {"next": _Random(0, 0, seed), "own": _Random(0, 0, seed)}
@@ -161,7 +164,8 @@ class Device:
             if abi != program.abi:
                 raise BugError("native-abi", f"{artifact.path}: the native code of {name} was made for other buffers")
             handles = (c_void_p * len(program.buffers))(*[self._handle(b) for b in program.buffers])
-            self.programs[name] = _Program(ctypes.cast(library[f"tilework_run_{name}"], c_void_p), handles, program.parallel)
+            run, alone = (ctypes.cast(library[n], c_void_p) for n in (f"tilework_run_{name}", "tilework_alone"))
+            self.programs[name] = _Program(run, handles, program.parallel, alone)
             self._release.append(library[f"tilework_release_{name}"])
             self._keep.append(handles)
 

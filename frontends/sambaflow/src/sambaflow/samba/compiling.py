@@ -105,7 +105,7 @@ def losses_of(model: nn.Module, call: Any, loss_indices: Sequence[int] | None) -
     likely = [i for i in able if outputs[i].dim() == 0 or any(w in _source(outputs[i]) for w in _LOSS_WORDS)]
     feeding = _feeding(outputs, likely)
     if feeding:
-        samba_logger.warning(f"outputs {feeding} are part of another loss that is returned beside them, and count twice: "
+        samba_logger.warning(f"outputs {feeding} are part of another loss that is returned with them, and count twice: "
                              "detach them in forward, or name the losses with loss_indices=", log_limit=1)  # fmt: skip
     return likely or able
 
@@ -145,7 +145,9 @@ def make_step(
     """The examples' values mean nothing: apps give random numbers for classes, tokens and probabilities. `run`: find such as the
     model runs on, and with them its losses; without, the step is only for comparing it with a PEF."""
     if not isinstance(model, nn.Module):
-        raise tilework.UserError("sambaflow-model", "this is no model", found=type(model).__name__, expected="a torch.nn.Module")
+        raise tilework.UserError(
+            "sambaflow-model", "this is not a model", found=type(model).__name__, expected="a torch.nn.Module"
+        )
     call, dim = as_call(inputs), batch_dim_of(inputs)
     several = [] if optimizers is None else list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
     if int(getattr(args, "batch_size", 1) or 0) < 1 or any(t.numel() == 0 for t in leaves(call)):
@@ -307,7 +309,7 @@ def write_pef(args: Namespace, name: str, make: Callable[[], tilework.Step | lis
         path.parent.mkdir(parents=True, exist_ok=True)
         path.with_suffix(".samba.log").touch()
     except OSError as e:
-        raise tilework.UserError("sambaflow-folder", f"{path.parent}: nothing can be written there", found=str(e),
+        raise tilework.UserError("sambaflow-folder", f"{path.parent}: this folder cannot be written to", found=str(e),
                                  fix="choose another --output-folder") from e  # fmt: skip
     with log_files(path) as report:
         step = make()

@@ -41,7 +41,7 @@ class Graphs(DeviceTensors):
     def trace_graph_of(self, model: nn.Module, inputs: Any, prefix: str) -> Any:
         failures.install()
         if not isinstance(model, nn.Module):
-            raise tilework.UserError("sambaflow-model", "this is no model", found=type(model).__name__,
+            raise tilework.UserError("sambaflow-model", "this is not a model", found=type(model).__name__,
                                      expected="a torch.nn.Module")  # fmt: skip
         if any(t.model is not model for t in self._traces):  # main is called again: graphs are of one model
             self._forget_graphs()

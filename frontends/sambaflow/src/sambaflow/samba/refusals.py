@@ -12,7 +12,7 @@ from ..logging import samba_logger
 
 def refused(what: str) -> Exception:
     return tilework.UserError("sambaflow-refused", f"Tilework does not have this part of SambaFlow: {what}",
-                              fix="docs/sambaflow.md says what there is, and what to use instead")  # fmt: skip
+                              fix="docs/sambaflow.md lists what is supported and what to use instead")  # fmt: skip
 
 
 def say_ignored(where: str, arguments: Mapping[str, Any]) -> None:

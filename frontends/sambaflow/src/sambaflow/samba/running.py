@@ -137,7 +137,7 @@ class Runner:
             given = self._by_name(given)
         found = [g for g in (given if isinstance(given, (list, tuple)) else [given]) if g is not None]
         if any(isinstance(g, str) for g in found):
-            raise tilework.UserError("sambaflow-inputs", "an input is a text", found=repr(found)[:80], expected="tensors",
+            raise tilework.UserError("sambaflow-inputs", "an input is a string", found=repr(found)[:80], expected="tensors",
                                      fix="give the tensors themselves, or a dict from names to tensors")  # fmt: skip
         if any(isinstance(g, (list, tuple, dict)) for g in found):
             found = leaves(found)
@@ -157,7 +157,7 @@ class Runner:
                 return [tensors[n] for n in names]
         unknown = sorted(set(tensors) - set(own))
         raise tilework.UserError(
-            "sambaflow-inputs", "the inputs have other names than were compiled",
+            "sambaflow-inputs", "the inputs have different names than at compile time",
             found=", ".join(tensors), expected=", ".join(own) + (f" (or {', '.join(map(str, named))})" if any(named) else ""),
             fix=did_you_mean(unknown[0], own) if unknown else "",
         )  # fmt: skip

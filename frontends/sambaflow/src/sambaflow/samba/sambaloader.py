@@ -52,7 +52,7 @@ class SambaLoader:
             chosen = [chosen[n] for n in self.names] if set(self.names) <= set(chosen) else list(chosen.values())
         tensors = list(chosen) if isinstance(chosen, (list, tuple)) else [chosen]
         if len(tensors) != len(self.names):
-            raise tilework.UserError("sambaflow-loader", "a batch has another number of tensors than there are names",
+            raise tilework.UserError("sambaflow-loader", "a batch has a different number of tensors than there are names",
                                      found=f"{len(tensors)} tensors", expected=f"{len(self.names)}: {', '.join(self.names)}",
                                      fix="choose with function_hook=, or give as many names")  # fmt: skip
         return [from_torch_tensor(to_torch(t), name=n, batch_dim=0) for t, n in zip(tensors, self.names, strict=True)]

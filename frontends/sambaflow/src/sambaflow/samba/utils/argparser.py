@@ -78,14 +78,14 @@ def _vendor_flags(p: argparse.ArgumentParser, command: str, dev_mode: bool) -> N
     p.add_argument("-b", "--batch-size", type=int, default=1, help="batch size; shapes are fixed when compiling (default: 1)")
     if compiling:
         p.add_argument("--batch-sizes", type=sizes, default=None, help="other sizes that the PEF runs as well: 64,16")
-    p.add_argument("-mb", "--microbatch-size", type=int, default=None, help="micro-batches of this size, one update a batch")
+    p.add_argument("-mb", "--microbatch-size", type=int, default=None, help="micro-batches of this size, one update per batch")
     p.add_argument("-p", "--pef", default=None, required=not compiling, help="the PEF file")
     p.add_argument("--pef-name", default=None, help="name of the PEF (default: from the time and the process)")
     p.add_argument("--output-folder", default="out", help="where compile puts it (default: out)")
     p.add_argument("--inference", action="store_true", help="forward only")
     p.add_argument("--mapping", choices=("section", "spatial"), default="section", help="spatial: many steps in one run")
     p.add_argument("--num-spatial-batches", type=int, default=1, help="mini-batches in one run with --mapping spatial")
-    p.add_argument("--data-parallel", action="store_true", help="one replica a rank; only one rank so far")
+    p.add_argument("--data-parallel", action="store_true", help="one replica per rank; only one rank so far")
     p.add_argument("-ws", "--world-size", type=int, default=None, help="ranks that the PEF must be able to serve")
     p.add_argument(
         "--reduce-on-rdu", action="store_true", help="where gradients would be averaged; one rank has nothing to average"
@@ -101,7 +101,7 @@ def _vendor_flags(p: argparse.ArgumentParser, command: str, dev_mode: bool) -> N
     p.add_argument("--verbose", action="store_true", help="say more")
     p.add_argument("-n", "--num-iterations", type=int, default=100, help="iterations to measure (default: 100)")
     p.add_argument("--min-duration", type=float, default=0.0, help="measure at least this many seconds")
-    p.add_argument("--run-graph-only", action="store_true", help="measure without handing over inputs anew")
+    p.add_argument("--run-graph-only", action="store_true", help="measure without passing the inputs again")
     p.add_argument("--num-sections", type=int, default=None, help="how many sections to measure")
     p.add_argument("--json", default=None, help="write the measurements to this file")
     p.add_argument("--compiled-stats-json", default=None, help="write what was compiled to this file")

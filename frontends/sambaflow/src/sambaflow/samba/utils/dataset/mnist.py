@@ -1,4 +1,4 @@
-"""MNIST as apps want it: ToTensor, normalise, flatten, pad; and two loaders. Without files, the carried digits."""
+"""MNIST as apps want it: ToTensor, normalise, flatten, pad; and two loaders. Without files, the built-in digits."""
 
 from __future__ import annotations
 
