@@ -15,6 +15,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from tilework.tiles import place
+
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- measured: scripts/tiles_measured.py -->", "<!-- end of measured -->"
 
@@ -66,6 +68,35 @@ for _ in range(100):
     begin = time.perf_counter(); lease = client.lease(Ask(count=1)); times.append(time.perf_counter() - begin); lease.release()
 print(first * 1e3, sorted(times)[50] * 1e3)
 """
+SHARED = """
+import time
+from tilework.tiles import holding
+begin = time.perf_counter(); held = holding.hold(); first = time.perf_counter() - begin; holding.let_go(held)
+time.sleep(1)
+times = []
+for _ in range(100):
+    begin = time.perf_counter(); held = holding.hold(); times.append(time.perf_counter() - begin); holding.let_go(held)
+print(first * 1e3, sorted(times)[50] * 1e3)
+"""
+
+# The fastest step there is, with the page and without, interleaved; the quietest rounds.
+COUNTERS = """
+import sys, time, torch, tilework
+from torch import nn
+model = nn.Linear(8, 2)
+x, y = torch.randn(1, 8), torch.randint(0, 2, (1,))
+tilework.compile(tilework.Step(model=model, inputs=(x,), targets=(y,), loss=nn.CrossEntropyLoss(),
+                               optimizer=torch.optim.SGD(model.parameters(), 1e-3)), sys.argv[1], weights="inside")
+counted, not_counted = tilework.load(sys.argv[1]), tilework.load(sys.argv[1])
+not_counted._device.driver.tilework_count_at(None, None)
+many, best = (x.expand(20000, 8).contiguous(), y.expand(20000).contiguous()), {}
+for _ in range(60):
+    for session in (counted, not_counted):
+        begin = time.perf_counter()
+        session.run(*many, num_steps=20000, outputs="loss")
+        best[session] = min(best.get(session, 1.0), time.perf_counter() - begin)
+print((best[counted] - best[not_counted]) / 20000 * 1e9)
+"""
 
 
 def rates(kind: str, cores: list[int], artifact: Path, seconds: float, env: dict[str, str]) -> list[float]:
@@ -100,18 +131,22 @@ def main() -> None:
                 found.setdefault(f"{kind} alone", []).append(alone)
                 found.setdefault(f"{kind} beside", []).append(statistics.mean(beside))
                 found.setdefault(f"{kind} kept", []).append(statistics.mean(beside) / alone)
-        starts, leases = [], []
+        costs: dict[str, list[float]] = {}
         for i in range(7):
-            place = {**env, "TILEWORK_RUN": f"{folder}/run{i}"}
-            first, median = map(float, subprocess.run([sys.executable, "-c", LEASES], check=True, capture_output=True, text=True,
-                                                      env=place).stdout.split())  # fmt: skip
-            starts.append(first)
-            leases.append(median)
+            for name, code in (("lease", LEASES), ("shared", SHARED)):
+                run = Path(f"{folder}/run-{name}-{i}")
+                words = [sys.executable, "-c", code]
+                done = subprocess.run(words, check=True, capture_output=True, text=True, env={**env, "TILEWORK_RUN": str(run)})
+                for kind, value in zip(("first", "median"), map(float, done.stdout.split()), strict=True):
+                    costs.setdefault(f"{name} {kind}", []).append(value)
+        words = [sys.executable, "-c", COUNTERS, f"{folder}/small.pef"]
+        counters = float(subprocess.run(words, check=True, capture_output=True, text=True, env=env).stdout)
         for run in Path(folder).glob("run*"):
-            lock = (run / "daemon.address").read_text()
-            if lock:
-                os.kill(int(lock.split("-")[1]), 15)
+            pid = place.process_at(run)
+            if pid is not None:
+                os.kill(pid, 15)
     middle = {k: statistics.median(v) for k, v in found.items()}
+    cost = {k: statistics.median(v) for k, v in costs.items()}
     lines = [
         f"Measured {time.strftime('%Y-%m-%d')} on {os.cpu_count()} cores, median of {args.rounds} interleaved rounds, "
         "`python scripts/tiles_measured.py --write`:",
@@ -122,7 +157,8 @@ def main() -> None:
           f"{100 * middle[f'{kind} kept']:.0f} % |" for kind, name in (("tiles", "Tilework, leased tiles"),
                                                                        ("eager", "eager PyTorch, pinned by hand"))),
         "",
-        f"A lease: {statistics.median(leases):.1f} ms; {statistics.median(starts):.0f} ms where the daemon must start.",
+        f"To begin: a shared session {cost['shared median']:.1f} ms, or {cost['shared first']:.1f} ms if no daemon runs yet; "
+        f"a lease {cost['lease median']:.1f} ms, or {cost['lease first']:.0f} ms. The counters: {counters:.0f} ns per step.",
     ]  # fmt: skip
     text = "\n".join(lines)
     print(text)

@@ -50,15 +50,22 @@ holder() { # a process that holds one tile, for so many seconds
 }
 leases() { check "1 lease," tilework daemon status; }
 
-echo "a session from before the install keeps its tile; the service begins when it has ended"
-holder 12; sleep 3
-leases
-tilework daemon install
+echo "a session from before the install keeps its own daemon; new ones go to the service"
+holder 8; sleep 3
+check "folder /tmp/tilework-0" tilework daemon status
+within sh -c 'echo 0123456789abcdef > /etc/tilework-token'
+tilework daemon install --listen 127.0.0.1:9464 --token-file /etc/tilework-token --platform SN10-8
+check "listen=127.0.0.1:9464" within cat /etc/systemd/system/tilework.service
 within systemctl daemon-reload
-check "failed" within systemctl enable --now tilework
-check "sessions that started before" within cat /var/log/tilework/daemon.log
-sleep 14
+within systemctl enable --now tilework
 check "active (running)" within systemctl status --no-pager snd
+check "platform SN10-8" tilework daemon status
+check "journalctl -u tilework" tilework daemon log
+check "200 OK" within "$python" -c "import urllib.request as u; r = u.urlopen(u.Request('http://127.0.0.1:9464/metrics', \
+  headers={'Authorization': 'Bearer 0123456789abcdef'})); print(r.status, r.reason)"
+if within sh -c 'command -v journalctl' > /dev/null && within systemctl is-active --quiet systemd-journald; then
+  check "leases found" within journalctl --no-pager -u tilework
+fi
 check "folder /run/tilework" tilework daemon status
 echo "leases outlive a restart, a crash and an upgrade of the daemon"
 holder 30; sleep 2
@@ -74,5 +81,5 @@ check "still hold tiles" tilework daemon remove
 sleep 25
 check "removed" tilework daemon remove
 within systemctl daemon-reload
-check "no daemon serves" tilework daemon status
+check "folder /tmp/tilework-0" tilework daemon status
 echo "all well"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tilework.tiles import client
+from tilework.tiles import client, place
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,18 +33,42 @@ def run_folder(open_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[P
     folder = open_folder / "run"
     monkeypatch.setenv("TILEWORK_RUN", str(folder))
     monkeypatch.setenv("TILEWORK_LEASE", "1")
-    for name in ("TILEWORK_PLATFORM", "TILEWORK_SITE", "TILEWORK_TILES", "TILEWORK_WAIT", "SF_RNT_TILE_AFFINITY"):
+    for name in ("TILEWORK_PLATFORM", "TILEWORK_SITE", "TILEWORK_TILES", "TILEWORK_WAIT", "TILEWORK_JOB", "SF_RNT_TILE_AFFINITY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("tilework.tiles.site.PLACES", ())
     yield folder
     kill_daemon(folder)
 
 
+@pytest.fixture
+def service(run_folder: Path) -> Iterator[Callable[[], subprocess.Popen]]:
+    """service(): starts root's daemon for everybody, as systemd does; called again, it starts the next one."""
+    run_folder.mkdir()
+    run_folder.chmod(0o755)
+    started: list[subprocess.Popen] = []
+
+    def start() -> subprocess.Popen:
+        for old in started:
+            old.wait(10)
+        words = [sys.executable, "-m", "tilework.tiles.service"]
+        with open(run_folder.parent / "service.log", "ab") as log:
+            started.append(subprocess.Popen(words, cwd="/", stderr=log))
+        until = time.monotonic() + 30
+        while daemon_pid(run_folder) != started[-1].pid or not client.answers(run_folder):
+            assert time.monotonic() < until and started[-1].poll() is None, (run_folder.parent / "service.log").read_text()
+            time.sleep(0.01)
+        return started[-1]
+
+    start()
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
 def daemon_pid(folder: Path) -> int | None:
-    """The daemon's pid, by its socket's name."""
-    with contextlib.suppress(OSError, IndexError, ValueError):
-        return int((folder / "daemon.address").read_text().split("-")[1])
-    return None
+    """The daemon's pid: who has locked its place."""
+    return place.process_at(folder)
 
 
 def kill_daemon(folder: Path, how: int = signal.SIGKILL) -> None:
@@ -78,17 +102,17 @@ def python_for_all() -> tuple[str, dict[str, str]]:
 
 @pytest.fixture
 def holder(run_folder: Path) -> Iterator[Callable[..., subprocess.Popen]]:
-    """holder("4"): another process that leases those tiles, says so, and holds them until it is told to end."""
+    """holder("4"): another process that leases those tiles ("": shares the machine), says so, and holds them until it is told."""
     started = []
 
     def start(tiles: str, **env: str) -> subprocess.Popen:
         code = (
             "import sys, os\n"
             "from tilework.tiles import holding\n"
-            "lease = holding.hold(sys.argv[1])\n"
-            "print(*lease.tiles, flush=True)\n"
+            "held = holding.hold(sys.argv[1])\n"
+            "print(*(held.lease.tiles if held.lease else ['shared']), flush=True)\n"
             "sys.stdin.readline()\n"
-            "lease.release()\n"
+            "holding.let_go(held)\n"
         )
         process = subprocess.Popen([sys.executable, "-c", code, tiles], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
                                    env={**os.environ, **env})  # fmt: skip
@@ -101,11 +125,11 @@ def holder(run_folder: Path) -> Iterator[Callable[..., subprocess.Popen]]:
         process.wait()
 
 
-def leases_when(condition: Callable[[list], bool], seconds: float = 5.0) -> list:
+def leases_when(condition: Callable[[list], bool], seconds: float = 30.0) -> list:
     """The leases, once they are as expected; the test fails where that takes too long."""
     until = time.monotonic() + seconds
     while True:
-        leases = client.view()["leases"]
+        leases = client.view().leases
         if condition(leases):
             return leases
         assert time.monotonic() < until, leases

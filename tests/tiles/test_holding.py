@@ -55,34 +55,34 @@ def test_ranks_on_this_node(environment: dict[str, str], ranks: int, monkeypatch
 
 def test_more_ranks_than_tiles(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rank is refused at once: some would hold tiles and wait for others that can have none."""
-    tiles = len([t for t in client.view()["tiles"] if t["gpu"] is None])
+    tiles = len([t for t in client.view().tiles if t.gpu is None])
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(tiles + 1))
     for asked in ("1", "all"):
         with pytest.raises(UserError, match="more ranks"):
             holding.hold(asked, lambda _: None)
     with pytest.raises(UserError) as e:
-        holding.hold(None, lambda _: None)
+        holding.hold(holding.one_chip(), lambda _: None)
     assert e.value.id == "tiles-ranks" and f"{tiles + 1} ranks, {tiles} tiles" in str(e.value)
-    assert client.view()["leases"] == []
+    assert client.view().leases == []
     monkeypatch.setenv("TILEWORK_PLATFORM", "SN10-8")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    lease = holding.hold(None, lambda _: None)
-    assert len(lease.tiles) == 1
+    lease = holding.hold(holding.one_chip(), lambda _: None)
+    assert len(lease.lease.tiles) == 1
     holding.let_go(lease)
 
 
 def test_a_later_wish_is_told_that_it_has_no_effect(run_folder: Path) -> None:
     said: list[str] = []
     lease = holding.hold("tiles:0", said.append)
-    for same in (None, "tiles:0", "1", 1):
+    for same in (None, "tiles:0", "1", 1, "shared"):
         assert holding.hold(same, said.append) is lease
     assert said == []
     for other in ("all", 2, "all"):
         assert holding.hold(other, said.append) is lease
-    assert len(said) == 2 and "tiles=all has no effect" in said[0] and lease.paths[0] in said[0], "each wish once"
-    for _ in range(8):
+    assert len(said) == 2 and "tiles=all has no effect" in said[0] and lease.lease.paths[0] in said[0], "each wish once"
+    for _ in range(9):
         released = holding.let_go(lease)
-    assert released and client.view()["leases"] == []
+    assert released and client.view().leases == []
     again = holding.hold("tiles:0", said.append)
     assert holding.hold("all", said.append) is again and len(said) == 3
     holding.let_go(again)
@@ -98,7 +98,7 @@ def test_a_session_that_cannot_begin_holds_nothing(run_folder: Path, monkeypatch
     monkeypatch.setattr(Page, "slot", fails)
     with pytest.raises(OSError, match="Too many"):
         Footing("1")
-    assert client.view()["leases"] == [] and os.sched_getaffinity(0) == before
+    assert client.view().leases == [] and os.sched_getaffinity(0) == before
 
 
 def test_a_fork_has_a_page_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

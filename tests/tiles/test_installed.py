@@ -12,17 +12,18 @@ from conftest import python_for_all
 
 PLACES = r"""
 set -e
-for place in /run /var/lib /var/log /dev/shm; do mount -t tmpfs -o mode=0755 tmpfs $place; done
-chmod 1777 /dev/shm
+for place in /run /var/lib /var/log /tmp; do mount -t tmpfs -o mode=0755 tmpfs $place; done
+chmod 1777 /tmp
+unset XDG_RUNTIME_DIR
 if [ -d /etc/systemd ]; then mount -t tmpfs tmpfs /etc/systemd; fi
-mkdir -p /run/tilework /var/lib/tilework /var/log/tilework
+mkdir -p /run/tilework /var/lib/tilework
 chmod 700 /var/lib/tilework
 set +e
 """
 SCRIPT = r"""
 set -e
 $ROOT_PYTHON -m tilework.tiles.service --platform SN10-8 & daemon=$!
-for i in $(seq 200); do [ -s /run/tilework/daemon.address ] && break; sleep 0.05; done
+for i in $(seq 200); do [ -S /run/tilework/daemon.sock ] && break; sleep 0.05; done
 cat > /run/user.py <<'EOF'
 import os, sys
 os.setgid(65534); os.setuid(65534)
@@ -31,25 +32,22 @@ from tilework.tiles.asks import Ask
 from tilework.errors import TileworkError
 mine = client.lease(Ask(count=4))
 seen = client.view()
-print(seen["daemon"]["user"], seen["daemon"]["installed"], seen["platform"], len(mine.tiles), seen["leases"][0]["user"])
-for path in ("/run/tilework/daemon.lock", "/run/tilework/daemon.address", "/var/lib/tilework/state.db"):
+print(seen.daemon.user, seen.daemon.installed, seen.platform, len(mine.tiles), seen.leases[0].user)
+for path in ("/var/lib/tilework/state.db", *(f"/run/tilework/{name}" for name in os.listdir("/run/tilework"))):
     try:
-        os.open(path, os.O_RDWR)
+        os.open(path, os.O_RDONLY)
         print("opened", path)
     except OSError:
         pass
-for name in os.listdir("/run/tilework"):
-    if name.startswith("lease-") and not name.endswith(".json"):
-        try:
-            os.open(f"/run/tilework/{name}", os.O_RDONLY)
-            print("opened", name)
-        except OSError:
-            pass
-sys.stdout.flush()
+page, stack = client.files()
+client.share(page, stack, command="sharing")
+print(client.view().shared[0].command, flush=True)
 sys.stdin.readline()  # the daemon is killed and started again meanwhile
-print([x["pid"] == os.getpid() for x in client.view()["leases"]])
+seen = client.view()
+print([x.pid == os.getpid() for x in seen.leases], [x.pid == os.getpid() for x in seen.shared])
 mine.release()
-print(client.view()["leases"])
+page.close()
+print(client.view().leases, client.view().shared)
 EOF
 mkfifo /run/go
 $USER_PYTHON /run/user.py < /run/go & user=$!
@@ -76,20 +74,16 @@ session() { mkfifo /run/$1; $ROOT_PYTHON -c "$hold" < /run/$1 & sleep 1; }
 service() { $ROOT_PYTHON -m tilework.tiles.service & daemon=$!; sleep 1; }
 remove() { $ROOT_PYTHON -m tilework daemon remove 2>&1 | grep -E "tilework: error|found|there was no"; }
 session old; exec 5> /run/old; sleep 1
-service; wait $daemon; echo "service: $?"
-session older; exec 6> /run/older; sleep 1
-echo >&5; echo >&6; sleep 1
-before=$(cat /dev/shm/tilework/daemon.address)
 service
-[ -S /dev/shm/tilework/$before ] || echo "the shared daemon has gone"
 session new; exec 7> /run/new; sleep 1
 remove
 kill $daemon; wait $daemon
+$ROOT_PYTHON -m tilework daemon log
 remove
 echo >&7; sleep 1
 remove
 session last; exec 8> /run/last; sleep 1
-echo >&8
+echo >&5; echo >&8
 $ROOT_PYTHON -m tilework daemon stop
 """
 
@@ -105,19 +99,19 @@ def in_namespace(script: str) -> tuple[list[str], object]:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
-def test_tiles_never_have_two_masters() -> None:
+def test_installing_and_removing() -> None:
+    """Sessions from before keep the daemon that they have; while sessions hold tiles of the service, it is not removed."""
     lines, done = in_namespace(MOVING)
-    assert lines[:4] == ["held in /dev/shm/tilework", "service: 3", "held in /dev/shm/tilework", "the shared daemon has gone"], (
-        done
-    )
-    assert lines[4] == "held in /run/tilework" and "the service still runs" in lines[5], done
-    assert "sessions still hold tiles" in lines[6] and "pid" in lines[7] and lines[8].startswith("there was no"), done
-    assert lines[9] == "held in /dev/shm/tilework", done
+    own = f"held in /tmp/tilework-{os.getuid()}"
+    assert lines[:2] == [own, "held in /run/tilework"] and "the service still runs" in lines[2], done
+    assert lines[3].endswith("journalctl -u tilework"), done
+    assert "sessions still hold tiles" in lines[4] and "pid" in lines[5] and lines[6].startswith("there was no"), done
+    assert lines[7] == own and len(lines) == 9, done
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 def test_the_service() -> None:
     lines, done = in_namespace(SCRIPT)
-    assert lines[:3] == ["root True SN10-8 4 nobody", "[True]", "[]"], done
-    assert lines[3].startswith("tiles-daemon systemctl start tilework"), done
-    assert len(lines) == 4, done
+    assert lines[:4] == ["root True SN10-8 4 nobody", "sharing", "[True] [True]", "[] []"], done
+    assert lines[4].startswith("tiles-daemon systemctl start tilework"), done
+    assert len(lines) == 5, done

@@ -77,7 +77,7 @@ def allowed(pid: int) -> set[str]:
 def test_one_of_two_tiles_is_one_core(artifact: Path, run_folder: Path) -> None:
     process, threads = worker(artifact, "tiles:1", 0.5, 0.0)
     try:
-        cpus = client.view()["tiles"][1]["cpus"]
+        cpus = client.view().tiles[1].cpus
         assert threads == 1 and allowed(process.pid) == {str(cpus[0])}
         begin, before = time.monotonic(), cpu_seconds(process.pid)
         time.sleep(1.0)
@@ -105,10 +105,10 @@ def test_exec_is_what_the_kernel_says(artifact: Path, run_folder: Path) -> None:
     process, _ = worker(artifact, "1", 0.06, 0.04)
     try:
         time.sleep(0.2)
-        seen = client.view(60.0)["leases"][0]["seconds"]
+        seen = client.view(60.0).leases[0].seconds
         begin, before, stood = time.monotonic(), cpu_seconds(process.pid), wanted_seconds(process.pid)
         time.sleep(3.0)
-        now = client.view(60.0)["leases"][0]["seconds"]
+        now = client.view(60.0).leases[0].seconds
         wall = time.monotonic() - begin
         kernel, most = 100 * (cpu_seconds(process.pid) - before) / wall, 100 * (wanted_seconds(process.pid) - stood) / wall
         busy = 100 * (now["exec"] - seen["exec"]) / (sum(now.values()) - sum(seen.values()))
@@ -145,17 +145,17 @@ def test_exec_of_two_sessions_is_what_the_kernel_says(artifact: Path, run_folder
     process = subprocess.Popen([sys.executable, "-c", TWO, str(artifact)], stdout=subprocess.PIPE, text=True)
     try:
         process.stdout.readline()
-        seen = client.view(60.0)["leases"][0]["seconds"]
+        seen = client.view(60.0).leases[0].seconds
         begin, before = time.monotonic(), cpu_seconds(process.pid)
         time.sleep(2.0)
-        about = client.view(2.0)["leases"][0]
-        wall, now = time.monotonic() - begin, about["seconds"]
+        about = client.view(2.0).leases[0]
+        wall, now = time.monotonic() - begin, about.seconds
         kernel = 100 * (cpu_seconds(process.pid) - before) / wall
         busy = 100 * (now["exec"] - seen["exec"]) / (sum(now.values()) - sum(seen.values()))
         # Where neighbours stand in the way, sections last longer than they compute: half of the time, and the rest of a step.
         assert kernel - 5 < busy < max(kernel + 5, 65), (kernel, busy)
-        assert abs(sum(about["shares"].values()) - 100) < 0.01 and abs(about["shares"]["exec"] - busy) < 15
-        assert abs(sum(now.values()) - about["held_seconds"]) < 0.3
+        assert abs(sum(about.shares.values()) - 100) < 0.01 and abs(about.shares["exec"] - busy) < 15
+        assert abs(sum(now.values()) - about.held_seconds) < 0.3
     finally:
         process.kill()
         process.wait()
@@ -164,16 +164,16 @@ def test_exec_of_two_sessions_is_what_the_kernel_says(artifact: Path, run_folder
 def test_a_session_gives_everything_back(artifact: Path, run_folder: Path) -> None:
     before, threads = os.sched_getaffinity(0), torch.get_num_threads()
     with tilework.load(artifact, tiles=1) as session:
-        assert len(client.view()["leases"]) == 1 and torch.get_num_threads() == 1
+        assert len(client.view().leases) == 1 and torch.get_num_threads() == 1
         other = tilework.load(artifact)
-        assert len(client.view()["leases"]) == 1
-    assert len(client.view()["leases"]) == 1, "the other session holds it still"
+        assert len(client.view().leases) == 1
+    assert len(client.view().leases) == 1, "the other session holds it still"
     del other
     import gc
 
     gc.collect()
-    assert client.view()["leases"] == [] and os.sched_getaffinity(0) == before and torch.get_num_threads() == threads
+    assert client.view().leases == [] and os.sched_getaffinity(0) == before and torch.get_num_threads() == threads
     with pytest.raises(tilework.UserError):
         tilework.load("none.pef")
-    assert client.view()["leases"] == []
+    assert client.view().leases == []
     assert session.page is not None

@@ -8,15 +8,22 @@ from hypothesis import strategies as st
 
 from tilework.errors import UserError
 from tilework.tiles.asks import Ask, capped, parse
-from tilework.tiles.ledger import Lease, Ledger, Waiting
+from tilework.tiles.leases import Lease
+from tilework.tiles.ledger import Ledger, Waiting
 from tilework.tiles.machine import Core, Gpu, Machine, numbers, ranges
-from tilework.tiles.placement import choose, grants, useful
+from tilework.tiles.placement import choose, fitted, grants, inside, useful
+from tilework.tiles.records import Record
 from tilework.tiles.site import Limits, Site
 from tilework.tiles.topology import detect
 
 CORES = tuple(Core(0, 0, (i,)) for i in range(4))
 NODE = detect("SN10-8", Site(), Machine(CORES))
 ALL = {t.index for t in NODE.tiles}
+
+
+def line(*requests: tuple[object, Ask]) -> list[tuple[object, Ask, set[int]]]:
+    """A queue of processes that may use every CPU."""
+    return [(who, ask, ALL) for who, ask in requests]
 
 
 def test_small_jobs_share_a_chip_and_leave_others_whole() -> None:
@@ -45,10 +52,10 @@ def test_large_jobs_take_whole_chips_near_each_other() -> None:
 def test_backfill_takes_only_what_the_head_cannot_use() -> None:
     free = ALL - {0}
     # The head wants tile 0 and 1: everybody else may pass, but not with tile 1.
-    made = grants(NODE, free, ALL, [("head", Ask(tiles=(0, 1))), ("next", Ask(tiles=(1,))), ("later", Ask(count=4))])
+    made = grants(NODE, free, ALL, line(("head", Ask(tiles=(0, 1))), ("next", Ask(tiles=(1,))), ("later", Ask(count=4))))
     assert [r for r, _ in made] == ["later"] and 1 not in made[0][1]
     # The head wants more tiles than are free: any tile helps it, so nobody passes.
-    assert grants(NODE, {3, 4}, ALL, [("head", Ask(count=3)), ("next", Ask(count=1))]) == []
+    assert grants(NODE, {3, 4}, ALL, line(("head", Ask(count=3)), ("next", Ask(count=1)))) == []
 
 
 asks = st.one_of(
@@ -61,7 +68,7 @@ asks = st.one_of(
 @settings(max_examples=200, deadline=None)
 @given(st.sets(st.integers(0, 31)), st.lists(asks, min_size=1, max_size=8))
 def test_nobody_gets_what_is_not_free_and_order_holds(free: set[int], queue: list[Ask]) -> None:
-    made = grants(NODE, free, ALL, list(enumerate(queue)))
+    made = grants(NODE, free, ALL, line(*enumerate(queue)))
     taken = [i for _, tiles in made for i in tiles]
     assert len(taken) == len(set(taken)) and set(taken) <= free
     for number, tiles in made:
@@ -85,12 +92,12 @@ def test_the_head_is_never_delayed_and_nobody_starves(data: st.DataObject) -> No
             for end, tiles in [r for r in running if r[0] == now]:
                 free |= set(tiles)
                 running.remove((end, tiles))
-            line = [(i, queue[i][0]) for i in waiting]
+            those = [(i, queue[i][0]) for i in waiting]
             made = []
             if backfill:
-                made = grants(NODE, free, ALL, line)
+                made = grants(NODE, free, ALL, line(*those))
             else:
-                for i, ask in line:
+                for i, ask in those:
                     tiles = choose(NODE, free - {t for _, taken in made for t in taken}, ask)
                     if tiles is None:
                         break
@@ -117,13 +124,57 @@ def test_what_can_be_asked_for() -> None:
     for wrong in ("", "0", "-1", "four", "chips:0", "1,,2", "/nowhere", "/", "//"):
         with pytest.raises(UserError):
             parse(wrong, NODE)
-    ask, line = capped(Ask(count=99), NODE)
-    assert ask.count == 32 and "99 tiles asked for; this node has 32 tiles" in line
+    ask, note = capped(Ask(count=99), NODE)
+    assert ask.count == 32 and "99 tiles asked for; this node has 32 tiles" in note
     assert capped(Ask(chips=9), NODE)[0].chips == 8 and capped(Ask(tiles=(1, 40)), NODE)[0].tiles == (1,)
     with pytest.raises(UserError, match="none of the tiles"):
         capped(Ask(tiles=(40,)), NODE)
     with pytest.raises(UserError, match="no GPU"):
         capped(Ask(count=1, gpu=True), NODE)
+
+
+def test_gpus_by_count() -> None:
+    host = detect("host", Site(), Machine(CORES, (Gpu(0, "GPU", "1", 8, 1, 0), Gpu(1, "GPU", "2", 8, 1, 0))))
+    free = {t.index for t in host.tiles}
+    assert choose(host, free, parse("gpus:1", host)) == [4, 5, 6, 7] and str(parse("gpus:2", host)) == "2 GPUs"
+    assert choose(host, free - {5}, parse("gpus:1", host)) == [8, 9, 10, 11], "a whole one"
+    assert choose(host, free - {5}, parse("gpus:2", host)) is None
+    assert choose(host, free - {5}, parse("gpu-tiles:3", host)) == [4, 6, 7] and str(parse("gpu-tiles:3", host)) == "3 GPU tiles"
+    ask, note = capped(parse("gpus:9", host), host)
+    assert ask.chips == 2 and "9 GPUs asked for; this node has 2 GPUs" in note
+    assert choose(host, free, parse("2", host)) == [0, 1] and parse("all", host).tiles == (0, 1, 2, 3), "CPU tiles"
+    for wrong in ("gpus:", "gpus:0", "gpu-tiles:x", "gpus"):
+        with pytest.raises(UserError, match="which tiles"):
+            parse(wrong, host)
+    # A GPU's tile needs no core of its own.
+    assert inside(host, {3}) == {3, 4, 5, 6, 7, 8, 9, 10, 11} and fitted(host, inside(host, {3}), parse("gpus:1", host))
+
+
+def test_a_process_gets_only_tiles_whose_cpus_it_may_use() -> None:
+    """32 tiles on 4 cores: CPU 1 has the tiles from 8 to 15."""
+    within = inside(NODE, {1})
+    assert within == set(range(8, 16)) and inside(NODE, {0, 1}) == set(range(16)) and inside(NODE, {9}) == set()
+    made = grants(NODE, ALL, ALL, [("a", Ask(count=4), within), ("b", Ask(count=4), within), ("c", Ask(count=1), within),
+                                   ("d", Ask(count=4), ALL)])  # fmt: skip
+    assert [who for who, _ in made] == ["a", "b", "d"] and all(set(tiles) <= within for _, tiles in made[:2])
+    assert not set(made[2][1]) & within
+    assert fitted(NODE, within, Ask(count=9)) is None and fitted(NODE, within, Ask(tiles=(0,))) is None
+    assert fitted(NODE, within, Ask(chips=2)) == Ask(chips=2) and fitted(NODE, within, Ask(chips=3)) is None
+    cores = Machine(tuple(Core(0, 0, (2 * i, 2 * i + 1)) for i in range(4)))
+    host = detect("host", Site(), cores)  # SMT: a core that the process has only half of is none of its tiles
+    assert inside(host, {0, 2, 3}) == {1} and inside(host, {0}) == set()
+    # Who asks for nothing in particular gets what there is.
+    chip, every, share = (capped(ask, host)[0] for ask in (Ask(), parse("all", host), parse("share:1", host)))
+    assert fitted(host, {1, 2}, chip) == Ask(count=2) and fitted(host, {1, 2}, every) == Ask(tiles=(1, 2))
+    assert fitted(host, {1, 2}, share) == Ask(count=2) and fitted(host, set(), chip) is None
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(asks, st.sets(st.integers(0, 3), min_size=1)), min_size=1, max_size=8))
+def test_nobody_is_placed_outside_of_his_mask(queue: list[tuple[Ask, set[int]]]) -> None:
+    those = [(i, ask, inside(NODE, cpus)) for i, (ask, cpus) in enumerate(queue)]
+    for i, tiles in grants(NODE, ALL, ALL, those):
+        assert {cpu for t in tiles for cpu in NODE.tiles[t].cpus} <= queue[i][1]
 
 
 def test_a_path_is_never_the_whole_node() -> None:
@@ -155,21 +206,25 @@ def test_platforms() -> None:
         detect("SN10", Site(), two)
 
 
+def waiting(ask: Ask, uid: int) -> Waiting:
+    return Waiting(Record("w", "exclusive", uid, 1, 1, 0.0), ask, 1e9)
+
+
 def test_a_user_at_his_limit_steps_aside() -> None:
     ledger = Ledger(NODE, Limits(tiles_per_user=8, requests_per_user=3))
-    ledger.leases["a"] = Lease("a", tuple(range(8)), 1, 1, 1, "", "", "SN10-8", 0.0)
+    ledger.leases["a"] = Lease(Record("a", "exclusive", 1, -1, 1, 0.0, tuple(range(8))), None)
     for uid, count in ((1, 4), (2, 8)):
-        ledger.wait(Waiting(Ask(count=count), uid, 1, 1, "", "", 1e9))
+        ledger.wait(waiting(Ask(count=count), uid))
     served = ledger.next_one()
-    assert served is not None and served[0].uid == 2
-    ledger.leases["b"] = Lease("b", tuple(served[1]), 2, 2, 1, "", "", "SN10-8", 0.0)
+    assert served is not None and served[0].record.uid == 2
+    ledger.leases["b"] = Lease(Record("b", "exclusive", 2, -1, 1, 0.0, tuple(served[1])), None)
     assert ledger.next_one() is None
     with pytest.raises(UserError, match="larger than one user may hold"):
-        ledger.wait(Waiting(Ask(count=9), 1, 1, 1, "", "", 1e9))
+        ledger.wait(waiting(Ask(count=9), 1))
     for _ in range(2):
-        ledger.wait(Waiting(Ask(count=1), 1, 1, 1, "", "", 1e9))
+        ledger.wait(waiting(Ask(count=1), 1))
     with pytest.raises(UserError, match="too many requests"):
-        ledger.wait(Waiting(Ask(count=1), 1, 1, 1, "", "", 1e9))
+        ledger.wait(waiting(Ask(count=1), 1))
 
 
 @given(st.lists(st.integers(0, 300)))

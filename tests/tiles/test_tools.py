@@ -16,37 +16,49 @@ import time
 from argparse import Namespace
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
-from conftest import daemon_pid, kill_daemon, leases_when
+from conftest import daemon_pid, leases_when
 from sambaflow.samba.affinity import tiles_asked, tiles_of_mask
 from sambaflow.tools import snconfig, sntilestat
 from tilework.errors import UserError
-from tilework.tiles import client, endpoint, messages
+from tilework.tiles import client, describe, endpoint, messages
 from tilework.tiles.endpoint import listen
 from tilework.tiles.machine import Core, Gpu, Link, Machine
 from tilework.tiles.page import COLUMNS
 from tilework.tiles.site import Shape, Site
 from tilework.tiles.topology import detect
+from tilework.tiles.view import DaemonView, SessionView, TileView, View, WaitingView
 
 GOLDEN = Path(__file__).parent / "golden"
 FOUR = Machine(tuple(Core(0, 0, (i,)) for i in range(4)), (), {0: 64 * 2**30}, (Link("0000:01:00.0", "16.0 GT/s PCIe", 16, 0),))
 
 
-def seen(platform: str, *held: tuple[list[int], int, dict[str, float]], site: Site | None = None, **more: object) -> dict:
+def seen(platform: str, *held: tuple[list[int], int, dict[str, float]], site: Site | None = None, **more: Any) -> View:
     """A view as the daemon gives it: (tiles, pid, shares) of each process."""
     node = detect(platform, site or Site(), FOUR)
-    about = {"user": "arnoldw", "command": "python res_ffn_mnist.py run --num-epochs 100", "job": "", "held_seconds": 75.0,
-             "hung": False, "state": "exec", "idle_seconds": 0.0, "steps_per_second": 5210.0, "loss": 0.31,
-             "memory_bytes": 5e6} | more  # fmt: skip
-    leases = [{"id": str(pid), "pid": pid, "tiles": tiles, "shares": {c: shares.get(c, 0.0) for c in COLUMNS}, **about}
+    leases = [SessionView(**{"id": str(pid), "kind": "exclusive", "pid": pid, "user": "arnoldw", "uid": 1, "tiles": tuple(tiles),
+                             "command": "python res_ffn_mnist.py run --num-epochs 100", "held_seconds": 75.0, "state": "exec",
+                             "steps_per_second": 5210.0, "loss": 0.31, "memory_bytes": 5_000_000,
+                             "shares": {c: shares.get(c, 0.0) for c in COLUMNS}} | more)
               for tiles, pid, shares in held]  # fmt: skip
-    holder = {i: str(pid) for tiles, pid, _ in held for i in tiles}
-    tiles = [{"path": t.path, "chip": t.chip, "cpus": t.cpus, "memory_node": t.memory_node, "gpu": None,
-              "multiprocessors": 0, "lease": holder.get(t.index), "drained": None} for t in node.tiles]  # fmt: skip
-    return {"platform": platform, "title": node.title, "virtual": node.virtual, "note": node.note, "platform_note": "",
-            "levels": node.levels, "tiles": tiles, "leases": leases, "queue": [], "num_waiting": 1}  # fmt: skip
+    view = View(node.platform, node.title, node.virtual, node.levels,
+                [TileView(t.path, t.chip, t.cpus, t.memory_node) for t in node.tiles],
+                DaemonView(1, "root", 0.0, "0", "/run"), node.note, "", leases, num_waiting=1)  # fmt: skip
+    return told(view)
+
+
+def told(view: View) -> View:
+    """The states of its tiles, as the daemon works them out."""
+    holder = {i: lease for lease in view.leases for i in lease.tiles}
+    for i, tile in enumerate(view.tiles):
+        lease = holder.get(i)
+        tile.lease = lease.id if lease else None
+        tile.state, tile.activity = describe._state(lease, tile.drained), describe._activity(lease)
+    return view
 
 
 def same_as_golden(name: str, text: str) -> None:
@@ -80,7 +92,7 @@ def test_the_seeds_own_lines() -> None:
     header = "TILE                 %idle %exec %pload %aload %chkpt %quiesce    PID     USER COMMAND"
     line = "/XRDU_0/RDU_0/TILE_0   8.0  91.6    0.3    0.1    0.0      0.0 2750333  vsastry /opt"
     view = seen("SN30-8", ([0], 2750333, {"idle": 8.0, "exec": 91.6, "load": 0.3, "copy": 0.1}))
-    view["leases"][0] |= {"user": "vsastry", "command": "/opt"}
+    view.leases[0].user, view.leases[0].command = "vsastry", "/opt"
     assert sntilestat.table(view).splitlines()[:2] == [header, line]
 
 
@@ -98,8 +110,9 @@ def test_static_configuration() -> None:
 
 def test_finding_hung_tiles() -> None:
     view = seen("SN30-8", ([3], 123, {"exec": 100.0}), hung=True)
-    view["leases"][0]["user"] = "ada"
-    view["tiles"][8]["drained"] = "fan"
+    view.leases[0].user = "ada"
+    view.tiles[8].drained = "fan"
+    told(view)
     perfect = [line for line in snconfig.dynamic(view).splitlines() if "perfect" in line]
     assert perfect[0] == "/XRDU_0/RDU_0 tiles perfect: 7 of 8 (TILE_3 hung, pid 123, user ada)"
     assert perfect[1] == "/XRDU_0/RDU_1 tiles perfect: 7 of 8 (TILE_0 drained: fan)"
@@ -140,20 +153,45 @@ def test_the_commands(run_folder: Path, holder) -> None:
         "tilework", "tiles", "--undrain", path
     )
     assert "SIGTERM" in tool("tilework", "tiles", "--reset", path)
-    assert "nobody holds" in tool("tilework", "tiles", "--reset", path, "--platform", "SN30-8", code=2)
+    assert "nobody runs" in tool("tilework", "tiles", "--reset", path, "--platform", "SN30-8", code=2)
     assert "leases found" in tool("tilework", "daemon", "log")
     assert "stopped" in tool("tilework", "daemon", "stop")
     assert "no daemon serves" in tool("tilework", "daemon", "status", code=3)
 
 
 def test_the_service_file(run_folder: Path, tmp_path: Path) -> None:
+    unit = tmp_path / "etc/systemd/system/tilework.service"
     tool("tilework", "daemon", "install", "--root", str(tmp_path))
-    unit = (tmp_path / "etc/systemd/system/tilework.service").read_text()
+    text = unit.read_text()
     if entry_points(group="tilework.site"):  # a frontend brings the name; it is found where the package is installed
-        assert "Alias=snd.service" in unit
-    assert "tilework.tiles.service" in unit and "RuntimeDirectoryPreserve=yes" in unit
+        assert "Alias=snd.service" in text
+    assert "RuntimeDirectoryPreserve=yes" in text and "LogsDirectory" not in text
+    command = next(line for line in text.splitlines() if line.startswith("ExecStart="))
+    assert command == f"ExecStart={sys.executable} -m tilework.tiles.service"
+    token = tmp_path / "a 100% secret"
+    token.write_text(TOKEN)
+    options = ["--listen", "127.0.0.1:9464", "--token-file", str(token), "--platform", "SN10-8"]
+    tool("tilework", "daemon", "install", "--root", str(tmp_path), *options)
+    command = next(line for line in unit.read_text().splitlines() if line.startswith("ExecStart="))
+    assert command.endswith(f' --platform=SN10-8 --listen=127.0.0.1:9464 "--token-file={tmp_path}/a 100%% secret"')
+    assert "[tiles-listen]" in tool("tilework", "daemon", "install", "--root", str(tmp_path), "--listen", "nowhere", code=2)
     tool("tilework", "daemon", "remove", "--root", str(tmp_path))
-    assert not (tmp_path / "etc/systemd/system/tilework.service").exists()
+    assert not unit.exists()
+
+
+@pytest.mark.parametrize("journal", [True, False])
+def test_where_a_service_logs(run_folder: Path, journal: bool) -> None:
+    """To stderr, which systemd keeps, and to no file; without the time there, which the journal knows."""
+    env = {k: v for k, v in os.environ.items() if k != "JOURNAL_STREAM"} | ({"JOURNAL_STREAM": "8:1"} if journal else {})
+    words = [sys.executable, "-m", "tilework.tiles.service"]
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=env)
+    try:
+        line = process.stderr.readline()
+        assert "leases found" in line and line.startswith("INFO") == journal
+        assert not (run_folder / "daemon.log").exists()
+    finally:
+        process.kill()
+        process.wait()
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (200, 60)])
@@ -163,19 +201,21 @@ def test_top_fits_the_screen(width: int, height: int) -> None:
     from tilework.cli.top import screen
 
     view = seen("SN30-8", *[([i], 1000 + i, {"exec": 60.0, "idle": 40.0}) for i in range(40)])
-    view["leases"][0] |= {"hung": True, "stuck_seconds": 200.0, "stack": ""}
-    view["leases"][1] |= {"idle_seconds": 720.0, "state": "idle", "shares": {**view["leases"][1]["shares"], "exec": 0.0}}
-    view["queue"] = [{"ask": "1 chip", "user": "bob", "pid": 7, "command": "python x.py", "waited_seconds": 3.0}]
+    view.leases[0].hung = True
+    view.leases[1].idle_seconds, view.leases[1].state = 720.0, "idle"
+    view.leases[1].shares["exec"] = 0.0
+    view.queue = [WaitingView("1 chip", "bob", 7, "python x.py", 3.0)]
+    told(view)
     console = Console(width=width, height=height, no_color=True, record=True, file=io.StringIO())
     console.print(screen(view, width, height))
     lines = console.export_text().splitlines()
     assert len(lines) <= height and all(len(line) <= width for line in lines), lines
     text = "\n".join(lines)
     assert "held, idle for 12 min" in text and "x drained" in text and "…" not in text.split("x drained")[0].splitlines()[-1]
-    assert "!o██" in text and "64 tiles, 40 held, 1 waiting" in text and "hung" in text and "5,210" in text
+    assert "!o██" in text and "64 tiles, 40 held, 0 shared, 1 waiting" in text and "hung" in text and "5,210" in text
 
 
-def shown(view: dict, width: int = 80, height: int = 24) -> list[str]:
+def shown(view: View, width: int = 80, height: int = 24) -> list[str]:
     from rich.console import Console
 
     from tilework.cli.top import screen
@@ -197,12 +237,12 @@ def shape(boards: int, chips: int, tiles: int, levels: tuple[str, str, str] | No
 def test_top_shows_or_counts_every_tile(width: int, height: int, lab: tuple[int, int, int], held: int) -> None:
     """Whatever the node's shape is: a letter for each tile, or a number where they are too many."""
     view = seen("lab", *[([i], 1000 + i, {"exec": 100.0}) for i in range(held)], site=shape(*lab))
-    view["tiles"][-1]["drained"] = "fan"
-    lines = shown(view, width, height)
+    view.tiles[-1].drained = "fan"
+    lines = shown(told(view), width, height)
     rows = lines[2 : next(i for i, line in enumerate(lines) if line.startswith("· free"))]  # after the heading and the note
     more = re.match(r"and (\d+) tiles more", rows[-1])
     drawn = sum(line.count(letter) for line in (rows[:-1] if more else rows) for letter in "·█x")
-    assert drawn + (int(more[1]) if more else 0) == len(view["tiles"]), lines
+    assert drawn + (int(more[1]) if more else 0) == len(view.tiles), lines
     if held and (width, height) != (24, 10):
         assert any(line.split()[:1] == ["1000"] for line in lines), "and somebody who holds one"
     if lab == (1, 1, 96) and width == 80:
@@ -226,7 +266,7 @@ def test_q_ends_top_wherever_it_is_typed(run_folder: Path) -> None:
     try:
         os.close(side)
         text = b""
-        while b"nobody holds a tile" not in text:
+        while b"no session runs" not in text:
             text += os.read(main, 4096)
         os.write(main, b"xq")
         assert process.wait(5) == 0
@@ -255,14 +295,15 @@ def test_intervals_that_are_none(run_folder: Path, interval: str, capsys: pytest
 
 def test_csv_says_everything(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     view = seen("SN10-8", ([0, 1], 7, {"exec": 100.0}), hung=True, user="ada", command='python "a, b".py')
-    view["tiles"][1]["drained"], view["tiles"][2]["drained"] = "", "fan"
+    view.tiles[1].drained, view.tiles[2].drained = "", "fan"
+    told(view)
     monkeypatch.setattr(sntilestat, "view", lambda *_: view)
     assert sntilestat.main(["--csv", "--platform", "SN10-8"]) == 0
     text = capsys.readouterr().out
     assert "\r" not in text
     rows = list(csv.DictReader(io.StringIO(text)))
     assert text.splitlines()[0] == "time,tile,idle,exec,pload,aload,chkpt,quiesce,pid,user,command,state,reason"
-    assert [r["state"] for r in rows[:4]] == ["hung", "hung drained", "drained", "free"] and rows[2]["reason"] == "fan"
+    assert [r["state"] for r in rows[:4]] == ["hung", "hung", "drained", "free"] and rows[2]["reason"] == "fan"
     assert rows[0]["command"] == 'python "a, b".py' and len(rows) == 32
 
 
@@ -271,7 +312,7 @@ def test_one_line_a_tile(run_folder: Path) -> None:
     command = "python train.py" + " --long-option :x: 1" * 9
     lease = client.lease("tiles:0", command=command)
     lines = tool("tilework", "tiles").splitlines()
-    assert len(lines) == 1 + len(client.view()["tiles"]) and all(line == line.rstrip() for line in lines)
+    assert len(lines) == 1 + len(client.view().tiles) and all(line == line.rstrip() for line in lines)
     assert lines[1].startswith(lease.paths[0]) and lines[1].endswith(command)
     for words in (("tiles",), ("tiles", "--json"), ("top", "--once")):
         read, write = os.pipe()
@@ -326,12 +367,12 @@ def test_a_platform_that_is_not_in_use(run_folder: Path, holder, monkeypatch, ca
     assert any(text in line for text in shown(seen, 100, 30)[1:2])
     from tilework.cli import tiles
 
-    path = seen["tiles"][0]["path"]
+    path = seen.tiles[0].path
     for what in ("drain", "undrain", "reset_tile"):  # what is changed must be what was asked for
         with pytest.raises(UserError, match="SN30-8 asked for") as e:
             tiles.command(platform="SN30-8", **{what: path})
         assert e.value.id == "tiles-platform"
-    assert process.poll() is None and all(t["drained"] is None for t in client.view()["tiles"])
+    assert process.poll() is None and all(t.drained is None for t in client.view().tiles)
     tiles.command(platform="SN30-8")
     said = capsys.readouterr()
     assert said.err == "tilework: " + line and str(process.pid) in said.out
@@ -342,12 +383,12 @@ def test_draining_on_an_idle_node(run_folder: Path, capsys) -> None:
     from tilework.cli import tiles
 
     client.lease("1", platform="SN10-8").release()
-    assert client.view()["platform"] == "host"
+    assert client.view().platform == "host"
     tiles.command(drain="/board_0/chip_0/tile_0")
-    assert client.view()["platform"] == "host" and "drained" in capsys.readouterr().out
+    assert client.view().platform == "host" and "drained" in capsys.readouterr().out
     tiles.command(undrain="/board_0/chip_0/tile_0")
     tiles.command(drain="/XRDU_0/RDU_0/TILE_0", platform="SN10-8")
-    assert client.view()["platform"] == "SN10-8"
+    assert client.view().platform == "SN10-8"
     with pytest.raises(UserError, match="no platform"):
         client.lease("1", platform="nonsense")
 
@@ -360,7 +401,7 @@ def test_history(run_folder: Path, capsys) -> None:
     tiles.command(history=5)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[-1] for line in lines] == ["COMMAND", "second", "first"]
-    assert "still held" in lines[1] and "released" in lines[2]
+    assert "still there" in lines[1] and "released" in lines[2]
     with pytest.raises(UserError, match="at a time"):
         tiles.command(history=5, drain="/XRDU_0/RDU_0/TILE_0")
     mine.release()
@@ -378,8 +419,8 @@ def test_a_path_that_is_empty(run_folder: Path, holder, capsys) -> None:
                 tiles.command(**{what: path})
     with pytest.raises(UserError, match="names no board, chip or tile"), client.talking() as ask:
         ask(messages.Drain(""))  # the daemon does not rely on the tool
-    assert process.poll() is None and all(t["drained"] is None for t in client.view()["tiles"])
-    path = client.view()["tiles"][0]["path"]
+    assert process.poll() is None and all(t.drained is None for t in client.view().tiles)
+    path = client.view().tiles[0].path
     tiles.command(drain=path, reason="fan")
     tiles.command()
     text = capsys.readouterr().out
@@ -388,17 +429,43 @@ def test_a_path_that_is_empty(run_folder: Path, holder, capsys) -> None:
     assert f"in use again: {path}" in capsys.readouterr().out
 
 
-def test_a_daemon_from_before_an_upgrade(monkeypatch, capsys) -> None:
-    """What it does not say yet is no reason to fail."""
+def test_a_daemon_of_another_version() -> None:
+    """What it does not say yet, or says more, is no reason to fail."""
+    about = msgspec.to_builtins(seen("SN10-8", ([0], 7, {"exec": 100.0})))
+    del about["platform_note"], about["shared"], about["leases"][0]["processes"]
+    about["colour"] = about["tiles"][0]["colour"] = "blue"
+    view = msgspec.json.decode(msgspec.json.encode(about), type=View)
+    assert len(shown(view)) > 5 and len(sntilestat.table(view).splitlines()) == 34 and "perfect" in snconfig.dynamic(view)
+
+
+# ---- sessions without tiles ----
+
+
+def test_who_shares_the_machine_is_shown(run_folder: Path, holder, capsys) -> None:
+    """In every tool, beside who holds a tile."""
     from tilework.cli import tiles
 
-    view = seen("SN10-8")
-    del view["platform_note"]
-    for module in (sntilestat, snconfig, client):
-        monkeypatch.setattr(module, "view", lambda *_, **__: view)
-    assert sntilestat.main([]) == snconfig.main(["show", "Node"]) == 0
+    sharing, holding = holder("", TILEWORK_JOB="mine"), holder("tiles:0")
+    assert sharing.stdout.readline() == "shared\n" and holding.stdout.readline() == "0\n"
+    until = time.monotonic() + 10
+    while not (view := client.view()).shared:
+        assert time.monotonic() < until
+    assert [x.pid for x in view.shared] == [sharing.pid] and [x.pid for x in view.leases] == [holding.pid]
+    assert view.shared[0].label == "mine" and view.tiles[1].state == "free"
     tiles.command()
-    assert shown(view) and capsys.readouterr().err == ""
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1].split()[0] == "shared" and str(sharing.pid) in lines[-1] and "[mine] python" in lines[-1]
+    tiles.command(json=True)
+    assert json.loads(capsys.readouterr().out)["shared"][0]["pid"] == sharing.pid
+    assert sntilestat.main(["--skip-idle"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3 and lines[2].startswith("shared ") and lines[2].split()[7] == str(sharing.pid)
+    assert snconfig.main(["show", "Node", "dynamic"]) == 0
+    assert f"shared       : idle, pid {sharing.pid}" in capsys.readouterr().out
+    text = "\n".join(shown(client.view()))
+    assert "1 held, 1 shared" in text and f"{sharing.pid} " in text and "shared, idle" in text
+    with client.talking() as ask:
+        assert 'tilework_leases{kind="shared"} 1.0' in ask(messages.Metrics())["text"]
 
 
 # ---- over HTTP ----
@@ -536,14 +603,14 @@ with lease.page.process.during(EXEC):
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=env)
     try:
         assert process.stdout.readline() == "ready\n"
-        assert not client.view()["leases"][0]["hung"]
-        leases_when(lambda found: found[0]["hung"] and "stuck_in_this_function" in found[0]["stack"], 5.0)
+        assert not client.view().leases[0].hung
+        leases_when(lambda found: found[0].hung and "stuck_in_this_function" in found[0].stack)
         perfect = tool("snconfig", "show", "Node", "dynamic")
         assert f"(TILE_0 hung, pid {process.pid}, user " in perfect
         assert "(hung)" in tool("sntilestat") and "stuck_in_this_function" in tool("tilework", "tiles", "--stack")
-        tool("tilework", "tiles", "--reset", client.view()["tiles"][0]["path"])
+        tool("tilework", "tiles", "--reset", client.view().tiles[0].path)
         assert process.wait(10) != 0
-        leases_when(lambda found: not found, 2.0)
+        leases_when(lambda found: not found)
     finally:
         process.kill()
         process.wait()
@@ -552,21 +619,19 @@ with lease.page.process.during(EXEC):
 def test_a_daemon_ends_when_nobody_needs_it(run_folder: Path, monkeypatch) -> None:
     from tilework.tiles.daemon import Daemon
 
-    run_folder.mkdir()
-    monkeypatch.setattr("tilework.tiles.seat._taken_here", False)  # and so again after this test: no other is the daemon
+    run_folder.mkdir(0o700)
     daemon = Daemon(run_folder, auto=True)
     assert daemon.open()
     daemon.used = time.monotonic() - 10_000
     daemon.serve()  # returns at once
     daemon.stop()
-    kill_daemon(run_folder)
 
 
 def test_what_nobody_knows_is_not_made_up(run_folder: Path, holder) -> None:
     process = holder("tiles:0")
     process.stdout.readline()
     seen = client.view()
-    seen["leases"][0]["shares"] = {}
+    seen.leases[0].shares = {}
     lines = sntilestat.table(seen).splitlines()
     assert lines[1].split()[1:7] == ["N/A"] * 6 and lines[2].split()[1] == "100.0"
     assert lines[0].index("PID") == lines[1].index(str(process.pid)) + len(str(process.pid)) - 3

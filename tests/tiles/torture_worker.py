@@ -11,7 +11,7 @@ import sys
 import time
 
 from tilework.errors import MachineError, UserError
-from tilework.tiles import client, locks
+from tilework.tiles import alive, client
 from tilework.tiles.asks import Ask
 
 
@@ -19,7 +19,7 @@ def main() -> None:
     folder, seed, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     random.seed(seed)
     log = os.open(f"{folder}/log", os.O_WRONLY | os.O_APPEND)
-    # Opened before any lease, and locked by the process: when it is killed, the kernel closes these before the lease's own file.
+    # Opened before any lease, and locked by the process: when it is killed, the kernel closes these before the lease's page.
     check = [os.open(f"{folder}/tile-{i}", os.O_RDWR) for i in range(32)]
     for _ in range(count):
         ask = random.choice([Ask(count=random.randint(1, 6)), Ask(count=1), Ask(chips=random.randint(1, 2)),
@@ -38,7 +38,7 @@ def main() -> None:
             try:
                 fcntl.lockf(check[i], fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                os.write(log, f"twice {i} {os.getpid()} {lease.id} beside {locks.holder(check[i])}\n".encode())
+                os.write(log, f"twice {i} {os.getpid()} {lease.id} beside {alive.holder(check[i])}\n".encode())
         time.sleep(random.random() * 0.01)
         for i in lease.tiles:
             fcntl.lockf(check[i], fcntl.LOCK_UN)

@@ -24,6 +24,7 @@ def command(
     weights: Annotated[Path | None, typer.Option(metavar="FILE", help="Start from these weights.")] = None,
     device: Annotated[str | None, typer.Option(metavar="NAME", autocompletion=devices,
                                                help="Run on this device instead of the artifact's own.")] = None,
+    tiles: Annotated[str | None, typer.Option(metavar="TILES", help="Tiles of its own: 4, chips:1, gpus:1, all.")] = None,
     threads: Annotated[int | None, typer.Option(metavar="N", help="CPU threads. All cores by default.")] = None,
     trust: Annotated[bool, typer.Option("--trust", help="Accept a file that other users could have changed.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
@@ -33,7 +34,7 @@ def command(
     from ..runtime.session import load
 
     begin = time.perf_counter()
-    session = load(artifact, device=device, weights=weights, num_threads=threads, trust=trust)
+    session = load(artifact, device=device, weights=weights, num_threads=threads, trust=trust, tiles=tiles)
     loading = time.perf_counter() - begin
     session.load_tensors(some_weights(session))
     signature = session.manifest.signature

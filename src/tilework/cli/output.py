@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
-from ..tiles.describe import duration as duration
+from ..tiles.view import duration as duration
 
 
 class Screen(Console):

@@ -38,6 +38,7 @@ def command(
     hyper: Annotated[list[str] | None, typer.Option("--hyper", metavar="NAME=VALUE",
                                                     help="Hyperparameter, e.g. lr=0.01. Can be repeated.")] = None,
     seed: Annotated[int, typer.Option(metavar="N", help="Seed for dropout and for the order of digits.")] = 0,
+    tiles: Annotated[str | None, typer.Option(metavar="TILES", help="Tiles of its own: 4, chips:1, gpus:1, all.")] = None,
     threads: Annotated[int | None, typer.Option(metavar="N", help="CPU threads. All cores by default.")] = None,
     nan_error: Annotated[bool, typer.Option("--nan-error", help="Stop with an error when the loss is not a number.")] = False,
     log: Annotated[Path | None, typer.Option(metavar="FILE", help="Write step and loss as JSON lines.")] = None,
@@ -47,7 +48,8 @@ def command(
     from ..errors import UserError
     from ..runtime.session import load
 
-    session = load(artifact, device=device, weights=weights, num_threads=threads, seed=seed, nan_error=nan_error, trust=trust)
+    session = load(artifact, device=device, weights=weights, num_threads=threads, seed=seed, nan_error=nan_error, trust=trust,
+                   tiles=tiles)  # fmt: skip
     values = {}
     for item in hyper or []:
         name, _, text = item.partition("=")

@@ -23,6 +23,7 @@ def command(
     build: Annotated[str | None, typer.Argument(metavar="BUILD", help="The build function it was compiled from.")] = None,
     device: Annotated[str | None, typer.Option(metavar="NAME", autocompletion=devices,
                                                help="Run on this device instead of the artifact's own.")] = None,
+    tiles: Annotated[str | None, typer.Option(metavar="TILES", help="Tiles of its own: 4, chips:1, gpus:1, all.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE",
                                                    help="Argument for the build function. Can be repeated.")] = None,
     brief: Annotated[bool, typer.Option("--brief", help="One line for each kind of tensor, with the largest error.")] = False,
@@ -30,11 +31,14 @@ def command(
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:  # fmt: skip
     from ..check.check import check
+    from ..runtime.leasing import Footing
 
+    footing = Footing(tiles, leased=tiles is not None)  # for all that is run here
     step = load_step(build, set_ or []) if build else None
     with progress(quiet=json) as report:
         report("running the artifact and the reference")
         result = check(artifact, step, device=device, trust=trust)
+    footing.close()
     first = result.first_difference
     if json:
         print_json({"ok": result.ok, "mode": result.mode, "device": result.device,

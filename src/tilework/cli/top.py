@@ -9,10 +9,10 @@ import sys
 import termios
 import time
 import tty
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Group, RenderableType
@@ -21,11 +21,12 @@ from rich.text import Text
 
 from ..errors import MachineError, UserError
 from ..tiles import client
+from ..tiles.view import SessionView, TileView, View
 from .output import Screen, count, duration, size
 from .tiles import state
 
 NAME = "top"
-HELP = "Watch tiles and sessions: who holds what, what it is doing, how fast. q ends it."
+HELP = "Watch tiles and sessions live: who holds what, what it is doing, how fast. q quits."
 EXAMPLE = "Example: tilework top --interval 2"
 
 # What a tile does most: (letter, colour). The letter says the same without colour.
@@ -37,10 +38,10 @@ _ROW = "{:>7} {:<9} {:>5} {:>5} {:>10} {:>9} {:>9} {:>7}"
 
 
 def command(
-    interval: Annotated[float, typer.Option(help="Seconds between two looks.")] = 1.0,
-    once: Annotated[bool, typer.Option(help="Print one look and end.")] = False,
-    svg: Annotated[Path | None, typer.Option(help="Save one look as a picture.")] = None,
-    platform: Annotated[str | None, typer.Option(help="host, a named platform, or the site's own.")] = None,
+    interval: Annotated[float, typer.Option(metavar="N", help="Seconds between two updates.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print once and end.")] = False,
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Save one screen as a picture.")] = None,
+    platform: Annotated[str | None, typer.Option(metavar="NAME", help="host, a named platform, or the site's own.")] = None,
 ) -> None:
     if not _SHORTEST <= interval <= _LONGEST:  # nan is not either
         raise UserError("tiles-interval", "--interval is no time to wait between two looks", found=f"{interval:g}",
@@ -100,36 +101,35 @@ def _wait(seconds: float) -> bool:
     return False
 
 
-def screen(seen: Mapping[str, Any], width: int, height: int) -> RenderableType:
+def screen(seen: View, width: int, height: int) -> RenderableType:
     """One look, no larger than the terminal."""
-    leases = {lease["id"]: lease for lease in seen["leases"]}
-    held = sum(t["lease"] is not None for t in seen["tiles"])
-    tiles = count(len(seen["tiles"]), "tile")
-    head = Text(f"{seen['title']}  {tiles}, {held} held, {seen['num_waiting']} waiting  ", style="bold")
+    held = sum(t.lease is not None for t in seen.tiles)
+    tiles = count(len(seen.tiles), "tile")
+    head = Text(f"{seen.title}  {tiles}, {held} held, {len(seen.shared)} shared, {seen.num_waiting} waiting  ", style="bold")
     head.append(time.strftime("%H:%M:%S"), style="bright_black")
-    above = [head, *(Text(seen[k], style="bright_black") for k in ("platform_note", "note") if seen.get(k))]
+    above = [head, *(Text(note, style="bright_black") for note in (seen.platform_note, seen.note) if note)]
     below = [*_legend(width), Text("")]
-    least = 4 if seen["leases"] or seen["queue"] else 1  # for sessions: a heading, one session, how many more there are
+    least = 4 if seen.leases or seen.shared or seen.queue else 1  # a heading, one session, how many more there are
     room = max(1, height - len(above) - len(below) - least)
-    lines = above + _map(seen, leases, width, room) + below
+    lines = above + _map(seen, width, room) + below
     lines = (lines + _sessions(seen, max(least, height - len(lines))))[:height]
     for line in lines:
         line.no_wrap, line.overflow = True, "ellipsis"
     return Group(*lines)
 
 
-def _map(seen: Mapping[str, Any], leases: Mapping[str, Any], width: int, most: int) -> list[Text]:
+def _map(seen: View, width: int, most: int) -> list[Text]:
     """Each chip is a name and a cell a tile; as many chips side by side as fit. A chip wider than the screen goes on below its
     name. What does not fit into `most` lines is counted in the last one."""
-    chips: dict[int, list[Mapping[str, Any]]] = {}
-    for tile in seen["tiles"]:
-        chips.setdefault(tile["chip"], []).append(tile)
+    chips: dict[int, list[TileView]] = {}
+    for tile in seen.tiles:
+        chips.setdefault(tile.chip, []).append(tile)
     cells: list[tuple[Text, list[str]]] = []  # and what its tiles do
     for tiles in chips.values():
-        name = tiles[0]["path"].rsplit("/", 1)[0][1:] + " "
+        name = tiles[0].path.rsplit("/", 1)[0][1:] + " "
         name = name if len(name) <= width // 2 else "…" + name[1 - width // 2 :]
         fit = max(1, width - len(name))
-        doing = [_doing(tile, leases.get(tile["lease"])) for tile in tiles]
+        doing = [_doing(tile) for tile in tiles]
         for i in range(0, len(tiles), fit):
             text = Text(name if i == 0 else " " * len(name))
             for what in doing[i : i + fit]:
@@ -156,14 +156,8 @@ def _map(seen: Mapping[str, Any], leases: Mapping[str, Any], width: int, most: i
     return lines
 
 
-def _doing(tile: Mapping[str, Any], lease: Mapping[str, Any] | None) -> str:
-    if lease is None:
-        return "free" if tile["drained"] is None else "drained"
-    if lease["hung"]:
-        return "hung"
-    busy = {k: v for k, v in lease["shares"].items() if k != "idle"}
-    most = max(busy, key=busy.__getitem__) if busy else "idle"
-    return most if busy and busy[most] >= 5.0 else "idle"
+def _doing(tile: TileView) -> str:
+    return tile.state if tile.state in ("free", "drained", "hung") else tile.activity
 
 
 def _legend(width: int) -> list[Text]:
@@ -177,33 +171,33 @@ def _legend(width: int) -> list[Text]:
     return lines
 
 
-def _sessions(seen: Mapping[str, Any], rows: int) -> list[Text]:
+def _sessions(seen: View, rows: int) -> list[Text]:
     """Two lines a session: its numbers, then what it is and does."""
-    if not seen["leases"] and not seen["queue"]:
-        return [Text("nobody holds a tile", style="bright_black")]
-    lines = [Text(_ROW.format("PID", "USER", "TILES", "%EXEC", "STEPS/S", "LOSS", "MEM", "HELD"), style="bold")]
+    sessions = [*seen.leases, *seen.shared]
+    if not sessions and not seen.queue:
+        return [Text("no session runs", style="bright_black")]
+    lines = [Text(_ROW.format("PID", "USER", "TILES", "%EXEC", "STEPS/S", "LOSS", "MEM", "FOR"), style="bold")]
     room = max(1, (rows - 2) // 2)
-    shown = seen["leases"][:room]
-    for lease in shown:
-        loss, rate = lease.get("loss"), lease.get("steps_per_second", 0.0)
+    shown = sessions[:room]
+    for x in shown:
         lines.append(Text(_ROW.format(
-            lease["pid"], lease["user"][:9], len(lease["tiles"]), f"{lease['shares']['exec']:.0f}" if lease["shares"] else "?",
-            f"{rate:,.0f}" if rate >= 10 else f"{rate:.1f}", "" if loss is None else f"{loss:.4g}",
-            size(lease.get("memory_bytes", 0)), duration(lease["held_seconds"]))))  # fmt: skip
+            x.pid, x.user[:9], len(x.tiles) or "-", f"{x.shares['exec']:.0f}" if x.shares else "?",
+            f"{x.steps_per_second:,.0f}" if x.steps_per_second >= 10 else f"{x.steps_per_second:.1f}",
+            "" if x.loss is None else f"{x.loss:.4g}", size(x.memory_bytes), duration(x.held_seconds))))  # fmt: skip
         second = Text(f"{'':>8}")
-        second.append(state(lease), style=_colour(lease))
-        second.append(f"  {'[' + lease['job'] + '] ' if lease['job'] else ''}{lease['command']}", style="bright_black")
+        second.append(f"{'shared, ' if x.kind == 'shared' else ''}{state(x)}", style=_colour(x))
+        job = f"[job {x.job}] " if x.job else f"[{x.label}] " if x.label else ""
+        second.append(f"  {job}{x.command}", style="bright_black")
         lines.append(second)
-    waiting = seen["queue"][: max(0, 2 * (room - len(shown)))]
+    waiting = seen.queue[: max(0, 2 * (room - len(shown)))]
     for w in waiting:
-        waited = duration(w["waited_seconds"])
-        lines.append(Text(f"{w['pid']:>7} {w['user'][:9]:<9} waits for {w['ask']}, {waited}: {w['command']}",
+        lines.append(Text(f"{w.pid:>7} {w.user[:9]:<9} waits for {w.ask}, {duration(w.waited_seconds)}: {w.command}",
                           style="bright_black"))  # fmt: skip
-    more = len(seen["leases"]) + max(len(seen["queue"]), seen["num_waiting"]) - len(shown) - len(waiting)
+    more = len(sessions) + max(len(seen.queue), seen.num_waiting) - len(shown) - len(waiting)
     if more > 0:
         lines.append(Text(f"and {more} more", style="bright_black"))
     return lines
 
 
-def _colour(lease: Mapping[str, Any]) -> str:
-    return "bold red" if lease["hung"] else "yellow" if lease.get("idle_seconds", 0) >= 10 else "green"
+def _colour(x: SessionView) -> str:
+    return "bold red" if x.hung else "yellow" if x.idle_seconds >= 10 else "green"

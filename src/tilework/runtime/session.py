@@ -485,7 +485,8 @@ def load(
     weights    a file to start from instead of the initial weights; False: none yet, they come by to_device() or load().
     rank       of this replica: random numbers differ by rank.
     nan_error  an error where a loss is not a number; the step at fault changes nothing. Costs a copy of the weights a step.
-    tiles   what to lease: a number, "chips:2", "0-3,8", a path (docs/tiles.md). One chip by default. TILEWORK_TILES overrides it.
+    tiles      tiles of its own: a number, "chips:2", "gpus:1", "0-3,8", a path (docs/tiles.md); it waits until they are free. By
+               default none: it shares the machine, and starts at once. TILEWORK_TILES overrides it.
     """
     if not Path(path).is_file():
         read_artifact(path, trust=trust)  # says what is wrong, before anybody waits for tiles

@@ -3,9 +3,13 @@
 4                 four tiles
 chips:2           two whole chips
 share:2           half of a chip's tiles: what one of two ranks on a node takes
+gpus:2            two whole GPUs
+gpu-tiles:3       three tiles of GPUs
 0-3,8             those tiles; `tiles:8` for a single one
 /X_0/R_1          the tiles at a path, as `tilework tiles` writes them
-all               every tile
+all               every core that the process may use
+job, job:4        for the job that the process is in: one chip, or whatever is written after `job:`
+shared            no tiles at all
 """
 
 from __future__ import annotations
@@ -21,6 +25,8 @@ from .machine import numbers, ranges
 from .topology import Node
 
 MOST = 4096  # tiles of a request; no node has as many
+SHARED = "shared"
+_EXPECTED = "4, chips:2, gpus:1, gpu-tiles:2, 0-3,8, tiles:8, a path, all, job, job:4 or shared"
 
 
 class Ask(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -30,26 +36,43 @@ class Ask(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
     chips: Annotated[int, Meta(ge=1, le=MOST)] | None = None
     tiles: Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(min_length=1, max_length=MOST)] | None = None
     gpu: bool = False
+    flexible: bool = False  # fewer will do where the process may not use as many CPUs
+
+    @property
+    def is_default(self) -> bool:
+        return self.count is None and self.chips is None and self.tiles is None
 
     def __str__(self) -> str:
         if self.tiles is not None:
             return f"tile{'s' if len(self.tiles) != 1 else ''} {ranges(self.tiles)[:60]}"
-        return _plural(self.count, "tile") if self.count is not None else _plural(self.chips or 1, "chip")
+        if self.count is not None:
+            return _plural(self.count, "GPU tile" if self.gpu else "tile")
+        return _plural(self.chips or 1, "GPU" if self.gpu else "chip")
 
 
 def _plural(count: int, word: str) -> str:
     return f"{count} {word}{'s' if count != 1 else ''}"
 
 
+def for_job(text: str) -> tuple[bool, str]:
+    """Is it for the job, and what is asked for?"""
+    word, _, rest = text.strip().partition(":")
+    return (True, rest.strip()) if word == "job" else (False, text)
+
+
 def parse(text: str, node: Node) -> Ask:
     text = text.strip()
     try:
         if text == "all":
-            return Ask(tiles=tuple(t.index for t in node.tiles if t.gpu is None))
+            return Ask(tiles=tuple(t.index for t in node.tiles if t.gpu is None), flexible=True)
         if text.startswith("/"):
             return Ask(tiles=tuple(t.index for t in node.find(text)))
         if text.startswith("share:"):
-            return Ask(count=max(1, len(node.chips[0]) // _positive(text.removeprefix("share:"))))
+            return Ask(count=max(1, len(node.chips[0]) // _positive(text.removeprefix("share:"))), flexible=True)
+        if text.startswith("gpus:"):
+            return Ask(chips=_positive(text.removeprefix("gpus:")), gpu=True)
+        if text.startswith("gpu-tiles:"):
+            return Ask(count=_positive(text.removeprefix("gpu-tiles:")), gpu=True)
         if text.startswith("chips:"):
             return Ask(chips=_positive(text.removeprefix("chips:")))
         if text.isdigit():
@@ -59,8 +82,8 @@ def parse(text: str, node: Node) -> Ask:
             return Ask(tiles=tuple(sorted(set(numbers(text, MOST)))))
     except ValueError:
         pass
-    raise UserError("tiles-ask", f"{text!r} does not say which tiles", expected="4, chips:2, 0-3,8, tiles:8, a path, or all",
-                    fix="correct TILEWORK_TILES or tiles=")  # fmt: skip
+    raise UserError("tiles-ask", f"{text!r} does not say which tiles", expected=_EXPECTED,
+                    fix="correct TILEWORK_TILES, --tiles or tiles=")  # fmt: skip
 
 
 def _positive(text: str) -> int:
@@ -74,20 +97,20 @@ def capped(ask: Ask, node: Node) -> tuple[Ask, str]:
     """The ask, no larger than the node, and a line that says so where it was."""
     kind = [t for t in node.tiles if (t.gpu is not None) == ask.gpu]
     if not kind:
-        raise UserError("tiles-ask", "this node has no GPU tiles" if ask.gpu else "this node has no CPU tiles")
+        raise UserError("tiles-ask", f"this node has no {'GPU' if ask.gpu else 'CPU'} tiles", found=str(ask),
+                        fix="see tilework tiles")  # fmt: skip
     if ask.tiles is not None:
-        known = {t.index for t in node.tiles}
-        have = tuple(sorted(known & set(ask.tiles)))
+        have = tuple(sorted({t.index for t in node.tiles} & set(ask.tiles)))
         if not have:
             raise UserError("tiles-ask", "none of the tiles that were asked for is on this node",
                             found=", ".join(map(str, ask.tiles[:8])), expected=f"0 to {len(node.tiles) - 1}")  # fmt: skip
-        return Ask(tiles=have), "" if len(have) == len(set(ask.tiles)) else _line(ask, f"{len(have)} of them")
+        made = Ask(tiles=have, flexible=ask.flexible)
+        return made, "" if len(have) == len(set(ask.tiles)) else _line(ask, f"{len(have)} of them")
     if ask.count is not None:
-        count = min(ask.count, len(kind))
-        return Ask(count=count, gpu=ask.gpu), "" if count == ask.count else _line(ask, _plural(count, "tile"))
-    asked, have_chips = ask.chips or 1, len({t.chip for t in kind})
-    chips = min(asked, have_chips)
-    return Ask(chips=chips, gpu=ask.gpu), "" if chips == asked else _line(ask, _plural(chips, "chip"))
+        made = Ask(count=min(ask.count, len(kind)), gpu=ask.gpu, flexible=ask.flexible)
+        return made, "" if made.count == ask.count else _line(ask, str(made))
+    made = Ask(chips=min(ask.chips or 1, len({t.chip for t in kind})), gpu=ask.gpu, flexible=ask.flexible or ask.is_default)
+    return made, "" if made.chips == (ask.chips or 1) else _line(ask, str(made))
 
 
 def _line(ask: Ask, have: str) -> str:

@@ -1,7 +1,7 @@
-"""The daemon: grants leases, notices when they end, and knows what every tile is doing. One per machine, one thread.
+"""The daemon: grants leases, notices when they end, and knows what every tile is doing. One thread.
 
 It starts by itself where a session needs it (`--auto`, and then ends when it has been idle for a while), or as a service. Which
-leases are alive does not rest on its memory or its disk (locks.py): the next daemon finds them.
+leases are alive does not rest on its memory (alive.py): the next daemon finds them.
 """
 
 from __future__ import annotations
@@ -9,119 +9,97 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import logging.handlers
 import os
 import selectors
-import signal
 import socket
 import time
 import uuid
 from pathlib import Path
 from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 
 from .. import __version__
-from ..errors import MachineError, TileworkError, UserError
-from . import locks, messages, records, recovery
-from .asks import Ask, parse
+from ..errors import MachineError, UserError
+from . import alive, messages, records
+from .asks import Ask, for_job, parse
 from .describe import compute, holders_in_words, not_that_platform, user_name, view
-from .ledger import Lease, Ledger, Waiting
+from .jobs import job_of
+from .leases import Lease
+from .ledger import Ledger, Waiting
+from .machine import numbers, ranges
 from .messages import printable
-from .places import open_plain, state_path
-from .recovery import is_memory
-from .seat import Seat
+from .metrics import Counters, exposition
+from .place import INSTALLED, Place
+from .records import Kind, Record
+from .server import Connection, Server
 from .site import read_site
 from .store import Store
-from .topology import HOST, detect
-from .usage import EVERY_SECONDS, Usage
+from .topology import HOST, detect, taken_up
+from .usage import EVERY_SECONDS
 
 log = logging.getLogger("tilework.tiles")
-CONNECTIONS_PER_USER = 128
-SILENT_SECONDS = 10.0  # a connection without a lease or a request is closed after this
-OFFER_SECONDS = 5.0  # a client must take what it was offered
 IDLE_EXIT_SECONDS = 600.0
+GRACE_SECONDS = 2.0  # for those who waited to ask again at a new daemon, before anybody is served
 SAME_VIEW_SECONDS = 0.05
 LONGEST_WAIT = 7 * 86400.0
+SHARED_PER_USER = 512  # processes that share the machine; each costs the daemon a descriptor
+_OF_A_JOB: dict[str, Any] = {"kind": "job", "step": "", "page": -1, "stack": -1, "inode": 0}
 
 
-class Connection:
-    """A client, known by the kernel's word."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock = sock
-        self.pid, self.uid = messages.peer(sock)
-        self.heard = time.monotonic()
-        self.waiting: Waiting | None = None
-        self.fds: list[int] = []  # the client's page and stack, until there is a lease for them
-        self.offered: str | None = None  # the lease that it has not taken yet
-        self.lease: str | None = None
-
-    def drop_fds(self) -> None:
-        for fd in self.fds:
-            os.close(fd)
-        self.fds = []
-
-    def close(self) -> None:
-        self.sock.close()
-        self.drop_fds()
-
-
-class Daemon:
+class Daemon(Server):
     def __init__(self, folder: Path, platform: str | None = None, auto: bool = False) -> None:
-        self.folder, self.auto, self.seat = folder, auto, Seat(folder)
+        super().__init__()
+        self.folder, self.auto, self.place = folder, auto, Place(folder, everybody=not auto)
         self.site = read_site()
         self.fixed = platform or self.site.platform  # a client cannot change what the administrator chose
         self.ledger = Ledger(detect(self.fixed or HOST, self.site), self.site.limits)
-        self.connections: dict[int, Connection] = {}  # by file descriptor
-        self.usage: dict[str, Usage] = {}
-        self.stacks: dict[str, int] = {}  # lease -> the client's memory file
-        self.files: dict[str, int] = {}  # lease -> our descriptor of its lock's file
-        self.offers: dict[str, float] = {}  # leases offered but not yet taken -> until when
-        self.hung: set[str] = set()  # leases
-        self.pidfds: dict[str, int] = {}
-        self.selector = selectors.DefaultSelector()
-        self.started, self.begun, self.used = time.time(), time.monotonic(), time.monotonic()
+        self.counted = Counters()
+        self.started, self.begun = time.time(), time.monotonic()
         self.expected: dict[tuple[int, int], float] = {}  # who waited at the daemon before this one -> since when
         self._written: list[Waiting] = []  # the queue as the next daemon would find it
         self.stopping = False
         self._advancing = self._again = False
-        self._lost = 0  # how often in a row the seat could not be kept
-        self._metrics = (0.0, "")
+        self._lost = 0  # how often in a row the place could not be kept
+        self._metrics = (-1.0, "")  # when, and what
         self._views: dict[tuple[Any, ...], tuple[float, bytes]] = {}  # what was just shown, encoded
 
     # ---- starting and stopping ----
 
-    def open(self) -> bool:
-        """False where another daemon serves this machine already."""
-        if not self.seat.take():
+    def open(self, listener: socket.socket | None = None) -> bool:
+        """False where another daemon has this place already."""
+        if not self.place.take(listener):
             return False
-        self.selector.register(self.seat.listener, selectors.EVENT_READ, self._accept)
-        self.store = Store(state_path(self.folder))
+        state = Path(os.environ.get("STATE_DIRECTORY", "/var/lib/tilework")) if self.folder == INSTALLED else self.folder
+        self.store = Store(state / "state.db")
         platform, drained = self.store.drained()
         if drained and not self.fixed:
             with contextlib.suppress(UserError):  # drained tiles are tiles of their platform
                 self.ledger.node = detect(platform, self.site)
-        for lease, fd in recovery.live_leases(self.folder):
-            if lease.platform != self.ledger.node.platform and not (self.ledger.leases or self.fixed):
+        for record in records.read_all(self.folder):
+            lease = Lease.found(record)
+            if lease is None:
+                records.remove(self.folder, record)
+                continue
+            if record.tiles and record.platform != self.ledger.node.platform and not (self.ledger.holding or self.fixed):
                 with contextlib.suppress(UserError):
-                    self.ledger.node = detect(lease.platform, self.site)
-            lease.tiles = recovery.taken_up(self.ledger.node, lease)  # a live lease is never passed over
-            if fd is not None:
-                self.files[lease.id] = fd
-            self._watch(lease, recovery.memory_of(lease, lease.page), recovery.memory_of(lease, lease.stack))
+                    self.ledger.node = detect(record.platform, self.site)
+            record.tiles = taken_up(self.ledger.node, record)  # a live lease is never passed over
+            self._watch(lease)
+        for lease in [x for x in self.ledger.leases.values() if x.record.of and x.record.of not in self.ledger.leases]:
+            self._end(lease, "its job ended")
         self.store.still_alive(self.ledger.leases)
         known = {t.path for t in self.ledger.node.tiles}
         self.ledger.drained = {p: r for p, r in drained.items() if p in known and platform == self.ledger.node.platform}
-        holding = {(lease.pid, lease.start) for lease in self.ledger.leases.values()}
-        self.expected = {who: since for who, since in recovery.read_queue(self.folder).items() if who not in holding}
-        self.seat.show()  # only now can clients find it
+        holding = {(x.record.pid, x.record.start) for x in self.ledger.leases.values() if x.record.kind != "shared"}
+        self.expected = {who: since for who, since in records.read_queue(self.folder).items() if who not in holding}
+        self.accept_at(self.place.listener)  # only now is anybody served
         log.info("daemon %s, pid %d, platform %s, %d tiles, %d leases found", __version__, os.getpid(),
                  self.ledger.node.platform, len(self.ledger.node.tiles), len(self.ledger.leases))  # fmt: skip
         return True
 
     def stop(self) -> None:
-        self.seat.leave()
+        self.place.leave()
         self.store.close()
         log.info("daemon stopped, %d leases live on", len(self.ledger.leases))
 
@@ -136,8 +114,8 @@ class Daemon:
                     key.data(key.fileobj)
                 except Exception:
                     log.exception("a request failed")
-                    if isinstance(key.fileobj, socket.socket) and key.fileobj is not self.seat.listener:
-                        self._close(key.fileobj)
+                    if isinstance(key.fileobj, socket.socket) and key.fileobj is not self.place.listener:
+                        self.close(key.fileobj)
             try:
                 self._expire(time.monotonic())
                 if time.monotonic() - last >= EVERY_SECONDS:
@@ -147,34 +125,28 @@ class Daemon:
                 log.exception("the regular check failed")
 
     def _tick(self, now: float) -> None:
+        self._drop_ended()
         for lease in list(self.ledger.leases.values()):
-            if lease.id in self.offers:
-                if now > self.offers[lease.id]:
-                    self._end(lease, "not taken")
-            elif not self._still_held(lease):
-                self._end(lease, "released")
-            else:
-                self.usage[lease.id].sample()
-                self._look_for_hang(lease)
-        for connection in list(self.connections.values()):
-            idle = connection.waiting is None and connection.offered is None and connection.lease is None
-            if idle and now - connection.heard > SILENT_SECONDS:
-                self._close(connection.sock)
+            self._count(lease)
+            if lease.look_for_hang(self.site.limits.hung_seconds):
+                r = lease.record
+                log.warning("lease %s hung: pid %d, user %s, %s", r.id, r.pid, user_name(r.uid), r.command)
+        self.close_the_silent(now)
         if self.ledger.leases or self.ledger.queue or self.ledger.drained:
             self.used = now
-        if (self.auto and now - self.used > IDLE_EXIT_SECONDS) or (self.seat.gives_way() and not self.ledger.leases):
+        if self.auto and now - self.used > IDLE_EXIT_SECONDS:
             self.stopping = True
-        if now - self.begun > recovery.GRACE_SECONDS:
+        if now - self.begun > GRACE_SECONDS:
             self.expected.clear()
-        self._keep_seat()
+        self._keep_place()
         self._remember_queue()
         self.store.purge(now)
         self._advance()
 
-    def _keep_seat(self) -> None:
-        listener = self.seat.listener
+    def _keep_place(self) -> None:
+        listener = self.place.listener
         try:
-            kept = self.seat.keep()
+            kept = self.place.keep()
             self._lost = 0
         except (OSError, MachineError) as e:
             self._lost += 1
@@ -187,165 +159,64 @@ class Daemon:
             with contextlib.suppress(KeyError, ValueError):
                 self.selector.unregister(listener)
             for lease in self.ledger.leases.values():
-                if not records.file(self.folder, lease.id, "lock").exists():  # the lock lives on, but no other daemon can see it
-                    lease.bare = True
-                    with contextlib.suppress(OSError):
-                        records.write(self.folder, lease)
+                with contextlib.suppress(OSError):
+                    records.write(self.folder, lease.record)
             self._written = []
-        if self.seat.listener not in self.selector.get_map():  # a new one, or left out because descriptors had run out
-            self.selector.register(self.seat.listener, selectors.EVENT_READ, self._accept)
+        self.accept_at(self.place.listener)
 
     def _remember_queue(self) -> None:
         if self.ledger.queue != self._written:
             self._written = self.ledger.queue[:]
-            recovery.write_queue(self.folder, self._written)
+            records.write_queue(self.folder, ((w.record.pid, w.record.start, w.since) for w in self._written))
 
     def _expire(self, now: float) -> None:
         for request in [w for w in self.ledger.queue if now >= w.until]:
-            connection, words = request.whose, holders_in_words(self.ledger, request)
-            self.ledger.forget(request)
-            connection.waiting = None
-            connection.drop_fds()
-            self._say(connection, {"state": "timeout", "ask": str(request.ask), "holders": words})
+            words = holders_in_words(self.ledger, request)
+            self._forget(request)
+            self.say(request.whose, {"state": "timeout", "ask": str(request.ask), "holders": words})
 
-    def _still_held(self, lease: Lease) -> bool:
-        fd, path = self.files.get(lease.id), records.file(self.folder, lease.id, "lock")
-        if fd is not None:
-            return locks.holder(fd) == lease.pid
-        if lease.bare or not path.exists():  # somebody removed it: its lock may live on, so only the process's end tells
-            return locks.start_time(lease.pid) == lease.start
-        return locks.holder_of(path) == lease.pid
+    def _forget(self, request: Waiting) -> None:
+        self.ledger.forget(request)
+        request.whose.waiting = None
+        os.close(request.page)
 
-    def _drop_released(self) -> None:
+    def _drop_ended(self) -> None:
         """Whoever asks must not see, or wait for, what has just been given back."""
         for lease in list(self.ledger.leases.values()):
-            if lease.id not in self.offers and not self._still_held(lease):
-                self._end(lease, "released")
+            if not lease.alive():
+                self._end(lease, "released" if alive.start_time(lease.record.pid) == lease.record.start else "process ended")
 
-    def _look_for_hang(self, lease: Lease) -> None:
-        if self.usage[lease.id].stuck_for() < self.site.limits.hung_seconds:
-            self.hung.discard(lease.id)
-        elif lease.id not in self.hung:
-            self.hung.add(lease.id)
-            log.warning("lease %s hung: pid %d, user %s, %s", lease.id, lease.pid, user_name(lease.uid), lease.command)
-            with contextlib.suppress(OSError):  # not ours to signal: no stack then
-                os.kill(lease.pid, signal.SIGURG)  # its faulthandler writes the stack; ignored by everybody else
+    def _count(self, lease: Lease) -> None:
+        job = self.ledger.leases.get(lease.record.of)
+        self.counted.look(self.ledger.node, lease, job.record.tiles if job else lease.record.tiles)
 
     # ---- clients ----
 
-    def _accept(self, listener: socket.socket) -> None:
-        try:
-            sock, _ = listener.accept()
-        except BlockingIOError:
-            return
-        except OSError as e:  # no descriptors left: those who are connected are served first
-            log.error("a client could not be let in: %s", e)
-            self.selector.unregister(listener)
-            return
-        sock.setblocking(False)
-        connection = Connection(sock)
-        theirs = sum(c.uid == connection.uid and c.lease is None for c in self.connections.values())
-        if theirs >= CONNECTIONS_PER_USER and connection.uid:
-            self._refuse_and_close(connection, "tiles-limit", f"more than {CONNECTIONS_PER_USER} connections of one user")
-            return
-        self.connections[sock.fileno()] = connection
-        self.selector.register(sock, selectors.EVENT_READ, self._packet)
-
-    def _close(self, sock: socket.socket) -> None:
-        connection = self.connections.pop(sock.fileno(), None)
-        if connection is None:
-            return
-        with contextlib.suppress(KeyError):
-            self.selector.unregister(sock)
-        connection.close()
+    def left(self, connection: Connection) -> None:
         if connection.waiting is not None:
-            self.ledger.forget(connection.waiting)
-        if connection.offered in self.ledger.leases:
-            self._end(self.ledger.leases[str(connection.offered)], "not taken")
-        self._advance()
+            self._forget(connection.waiting)
+            self._advance()
 
-    def _say(self, connection: Connection, what: Any, fds: tuple[int, ...] = ()) -> bool:
-        """A client that does not read what it is told is cut off."""
-        data, memory = what if isinstance(what, bytes) else messages.encode(what), -1
-        try:
-            if len(data) > messages.LARGEST_REPLY:
-                memory = os.memfd_create("tilework-answer", os.MFD_CLOEXEC)
-                with open(memory, "wb", closefd=False) as f:
-                    f.write(data)
-                os.lseek(memory, 0, os.SEEK_SET)
-                data, fds = messages.encode({"state": "in memory"}), (memory,)
-            socket.send_fds(connection.sock, [data], list(fds), socket.MSG_NOSIGNAL)
-            return True
-        except OSError:
-            self._close(connection.sock)
-            return False
-        finally:
-            if memory >= 0:
-                os.close(memory)
-
-    def _refuse_and_close(self, connection: Connection, id: str, summary: str) -> None:
-        with contextlib.suppress(OSError):
-            what = {"state": "refused", "id": id, "summary": summary}
-            if id == "tiles-protocol":
-                what |= {"found": f"the daemon is version {__version__}", "fix": "if yours is another: tilework daemon stop"}
-            connection.sock.send(messages.encode(what), socket.MSG_NOSIGNAL)
-        self._close(connection.sock)
-        connection.close()
-
-    def _packet(self, sock: socket.socket) -> None:
-        connection = self.connections[sock.fileno()]
-        fds: list[int] = []
-        try:
-            packet, fds, flags, _ = socket.recv_fds(sock, messages.LARGEST_REQUEST, 4, socket.MSG_CMSG_CLOEXEC)
-        except BlockingIOError:
-            return
-        except OSError:
-            packet, flags = b"", 0
-        try:
-            if not packet:
-                self._close(sock)
-                return
-            if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-                self._refuse_and_close(connection, "tiles-protocol", f"a request is at most {messages.LARGEST_REQUEST} bytes")
-                return
-            connection.heard = self.used = time.monotonic()
-            try:
-                request = messages.decode(packet)
-            except msgspec.DecodeError as e:
-                self._refuse_and_close(connection, "tiles-protocol", f"not a request: {printable(str(e), 200)}")
-                return
-            try:
-                self._handle(connection, request, fds)
-            except TileworkError as e:
-                self._say(connection, {"state": "refused", **e.as_json(), "id": e.id})
-        finally:
-            for fd in fds:  # what the request did not take over
-                os.close(fd)
-
-    def _handle(self, connection: Connection, request: messages.Request, fds: list[int]) -> None:
+    def handle(self, connection: Connection, request: messages.Request) -> None:
         if isinstance(request, messages.LeaseRequest):
-            self._ask(connection, request, fds)
-        elif isinstance(request, messages.Taken):
-            self._taken(connection)
+            self._ask(connection, request)
+        elif isinstance(request, messages.Share):
+            self._share(connection, request)
         elif isinstance(request, messages.Release):
-            lease = self.ledger.leases.get(request.lease)
-            if lease is None or lease.pid != connection.pid or lease.uid != connection.uid:
-                raise UserError("tiles-lease", f"no lease {request.lease!r} of this process")
-            connection.lease = None
-            self._end(lease, "released")
-            self._say(connection, {"state": "released"})
-        elif isinstance(request, messages.View):
-            self._drop_released()
-            self._say(connection, self._view(connection.uid, min(max(request.window, 0.0), 60.0), request.platform))
+            self._release(connection, request.lease)
+        elif isinstance(request, messages.Look):
+            self._drop_ended()
+            self.say(connection, self._view(connection.uid, min(max(request.window, 0.0), 60.0), request.platform))
         elif isinstance(request, messages.Metrics):
             if time.monotonic() - self._metrics[0] > 1.0:
-                from .metrics import exposition
-
-                self._metrics = time.monotonic(), exposition(view(self, connection.uid, 10.0))
-            self._say(connection, {"text": self._metrics[1]})
+                self._drop_ended()
+                for lease in self.ledger.leases.values():
+                    self._count(lease)
+                self._metrics = time.monotonic(), exposition(view(self, connection.uid, 10.0), self.counted)
+            self.say(connection, {"text": self._metrics[1]})
         elif isinstance(request, messages.History):
             rows = self.store.history(request.limit)
-            self._say(connection, {"leases": [{**row, "user": user_name(row["uid"])} for row in rows]})
+            self.say(connection, {"leases": [{**row, "user": user_name(row["uid"])} for row in rows]})
         elif isinstance(request, messages.Drain):
             self._only_admin(connection, "drain a tile")
             if other := self._take_platform(request.platform):
@@ -353,18 +224,18 @@ class Daemon:
             paths = self.ledger.drain(request.path, request.on, printable(request.reason, 100))
             self.store.set_drained(self.ledger.node.platform, self.ledger.drained)
             log.info("%s: %s (%s)", "drained" if request.on else "back in use", paths, printable(request.reason, 100))
-            self._say(connection, {"state": "done", "tiles": paths})
+            self.say(connection, {"state": "done", "tiles": paths})
             self._advance()
         elif isinstance(request, messages.Stop):
             self._only_admin(connection, "stop the daemon")
-            self._say(connection, {"state": "done"})
+            self.say(connection, {"state": "done"})
             self.stopping = True
 
     def _view(self, uid: int, window: float, platform: str | None) -> bytes:
         """The same for all who ask at the same time, as long as nobody has come or gone."""
-        now = time.monotonic()
-        who = (tuple(self.ledger.leases), tuple(map(id, self.ledger.queue)), tuple(self.ledger.drained.items()), tuple(self.hung))
-        key = (uid, window, platform, self.ledger.node.platform, who)
+        now, ledger = time.monotonic(), self.ledger
+        who = (tuple((x, lease.hung) for x, lease in ledger.leases.items()), tuple(map(id, ledger.queue)))
+        key = (uid, window, platform, ledger.node.platform, who, tuple(ledger.drained.items()))
         at, found = self._views.get(key, (0.0, b""))
         if now - at > SAME_VIEW_SECONDS:
             found = messages.encode(view(self, uid, window, platform))
@@ -381,7 +252,7 @@ class Daemon:
 
     def can_change_platform(self) -> bool:
         """Only while nobody holds, waits for or has drained anything: tiles of two platforms are the same cores."""
-        return not (self.fixed or self.ledger.leases or self.ledger.queue or self.ledger.drained)
+        return not (self.fixed or self.ledger.holding or self.ledger.queue or self.ledger.drained)
 
     def _take_platform(self, wanted: str | None) -> str:
         """The client's platform, where that is possible; a line that says so where it is not."""
@@ -395,37 +266,82 @@ class Daemon:
         self.ledger.node = node
         return ""
 
-    def _ask(self, connection: Connection, request: messages.LeaseRequest, fds: list[int]) -> None:
-        if connection.waiting is not None or connection.offered is not None or connection.lease is not None:
-            raise UserError("tiles-protocol", "one lease a connection")
-        if len(fds) != 2 or not all(map(is_memory, fds)):
-            raise UserError("tiles-protocol", "a request for a lease comes with two memory files")
-        self._drop_released()
-        note = self._take_platform(request.platform)
-        ask = request.ask or (parse(request.text, self.ledger.node) if request.text else Ask())
+    def _known(self, connection: Connection, request: messages.LeaseRequest | messages.Share, kind: Kind) -> tuple[Record, int]:
+        """A client: what it says, what the kernel says, and its page, which it has locked."""
+        start = alive.start_time(connection.pid)
+        page = alive.open_memory(connection.pid, connection.uid, request.page)
+        if start is None or page is None or alive.holder(page) != connection.pid:
+            if page is not None:
+                os.close(page)
+            raise UserError("tiles-protocol", f"the daemon cannot see a page that process {connection.pid} has locked",
+                            found="not one of our clients; or /proc hides the process, or it is in another pid namespace",
+                            fix="run the daemon as root, in the machine's own pid namespace")  # fmt: skip
+        record = Record(uuid.uuid4().hex[:12], kind, connection.uid, connection.pid, start, time.time(),
+                        command=printable(request.command, 200), label=printable(request.label, 60), page=request.page,
+                        stack=request.stack, inode=os.fstat(page).st_ino)  # fmt: skip
+        job = job_of(connection.pid, connection.uid)
+        if job is not None:
+            record.cgroup, record.job, record.step = job.cgroup, job.id, job.step
+        return record, page
+
+    def _same_page(self, record: Record) -> Lease | None:
+        """What this process has already. A process has one lease, or shares the machine."""
+        who = (record.pid, record.start, record.inode)
+        return next((x for x in self.ledger.leases.values() if (x.record.pid, x.record.start, x.record.inode) == who), None)
+
+    def _share(self, connection: Connection, request: messages.Share) -> None:
+        """A process that takes no tiles is only shown."""
+        record, page = self._known(connection, request, "shared")
+        theirs = sum(x.record.kind == "shared" and x.record.uid == record.uid for x in self.ledger.leases.values())
+        if self._same_page(record) is not None or theirs >= SHARED_PER_USER:
+            os.close(page)
+        else:
+            self._begin(record, page)
+
+    def _ask(self, connection: Connection, request: messages.LeaseRequest) -> None:
+        if connection.waiting is not None:
+            raise UserError("tiles-protocol", "one request a connection")
+        self._drop_ended()
+        cpus = _cpus(request.cpus)
+        record, page = self._known(connection, request, "exclusive")
+        record.request = request.request
+        had = self._same_page(record)
+        if had is not None and had.record.kind != "shared" and had.record.request == record.request:
+            os.close(page)
+            self._tell(connection, had, "")  # granted by a daemon that died before it could say so
+            return
         wait = self.site.limits.wait_seconds if request.wait is None else request.wait
         wait = max(0.0, min(wait, LONGEST_WAIT))
-        start = locks.start_time(connection.pid)
-        if start is None:
-            raise MachineError("tiles-daemon", f"the daemon cannot see process {connection.pid}",
-                               found="it runs in another pid namespace, or /proc hides it (hidepid)",
-                               fix="run the daemon as root, in the machine's own namespace")  # fmt: skip
-        since = self.expected.pop((connection.pid, start), time.monotonic())
+        since = self.expected.pop((record.pid, record.start), time.monotonic())
         until = (since if request.wait is None else time.monotonic()) + wait
         if self.expected:  # nobody is served before they are back: that must not cost anybody his turn
-            until = max(until, self.begun + recovery.GRACE_SECONDS + EVERY_SECONDS)
-        waiting = Waiting(ask, connection.uid, connection.pid, start, printable(request.command, 200), printable(request.job, 60),
-                          until, connection, request.page, request.stack, since=since)  # fmt: skip
-        self.ledger.wait(waiting)
-        waiting.capped = "; ".join(filter(None, (note, waiting.capped)))
-        connection.drop_fds()
-        connection.waiting, connection.fds = waiting, fds[:]
-        fds.clear()
+            until = max(until, self.begun + GRACE_SECONDS + EVERY_SECONDS)
+        of = None
+        try:
+            note = self._take_platform(request.platform)
+            whole, text = for_job(request.text)
+            if whole and not record.job:
+                raise UserError("tiles-job", "tiles for a job are asked for, but this process is in none",
+                                found="no job in its cgroup", fix="ask without `job`: TILEWORK_TILES=4",
+                                expected="a process of a Slurm job, on a node that keeps jobs in cgroups")  # fmt: skip
+            ask = request.ask or (parse(text, self.ledger.node) if text else Ask())
+            waiting = Waiting(record, ask, until, page, connection, cpus, whole, since=since)
+            of = self.ledger.of_job(record) if whole else None
+            if of is None:
+                self.ledger.wait(waiting)
+        except BaseException:
+            os.close(page)
+            raise
+        waiting.note = "; ".join(filter(None, (note, waiting.note)))
+        if of is not None:  # its job has tiles already
+            self._serve(waiting, of.record.tiles, of)
+            return
+        connection.waiting = waiting
         self._advance()
         if connection.waiting is not None and connection.sock.fileno() >= 0:
             self._remember_queue()
-            self._say(connection, {"state": "waiting", "seconds": wait, "ask": str(waiting.ask),
-                                   "holders": holders_in_words(self.ledger, waiting)})  # fmt: skip
+            self.say(connection, {"state": "waiting", "seconds": wait, "ask": str(waiting.ask),
+                                  "holders": holders_in_words(self.ledger, waiting)})  # fmt: skip
 
     def _advance(self) -> None:
         """Serves who can be served, one at a time: whatever happens to one client changes what is free for the next."""
@@ -438,117 +354,122 @@ class Daemon:
         try:
             while True:
                 self._again = False
-                served = self.ledger.next_one()
-                if served is not None:
-                    self._serve(*served)
+                if member := self.ledger.next_member():
+                    self._serve(member[0], member[1].record.tiles, member[1])
+                elif served := self.ledger.next_one():
+                    self._serve(served[0], tuple(served[1]), None)
                 elif not self._again:
                     return
         finally:
             self._advancing = False
 
-    def _serve(self, request: Waiting, tiles: list[int]) -> None:
-        connection: Connection = request.whose
+    def _serve(self, request: Waiting, tiles: tuple[int, ...], of: Lease | None) -> None:
+        """A lease for the next in line; of: his job's, which he joins."""
+        record, connection, made = request.record, request.whose, []
         connection.waiting = None
         try:
-            try:
-                self._offer(connection, request, tiles)
-            except FileNotFoundError:  # somebody has just removed the folder
-                self._keep_seat()
-                self._offer(connection, request, tiles)
+            if of is None:
+                assert not self.ledger.held & set(tiles), f"{tiles} are held already"
+                gives = compute(self.ledger.node, tiles)
+                holder = replace(record, **_OF_A_JOB, id=uuid.uuid4().hex[:12]) if request.for_job else record
+                holder.tiles, holder.platform = tiles, self.ledger.node.platform
+                holder.cpus, holder.gpus = tuple(gives["cpus"]), tuple(gives["gpus"])
+                if request.for_job:
+                    of = self._begin(holder, None)
+                    made.append(of)
+            elif request.cpus is not None and not request.cpus & set(of.record.cpus):
+                raise UserError("tiles-mask", f"this process may not use the CPUs of its job's tiles, {ranges(of.record.cpus)}",
+                                found=f"CPUs {ranges(request.cpus)}", fix="ask for others: TILEWORK_TILES=1")  # fmt: skip
+            if of is not None:
+                record.kind, record.of = "member", of.record.id
+            page, request.page = request.page, -1
+            made.append(self._begin(record, page))
         except Exception as e:
-            connection.drop_fds()
-            log.error("a lease cannot be made: %s", e)
-            kind = "environment" if isinstance(e, OSError) else "bug"
-            self._say(connection, {"state": "refused", "id": "tiles-folder", "kind": kind,
-                                   "summary": f"{self.folder}: the lease cannot be written", "found": printable(str(e), 200),
-                                   "fix": "make room on that file system"})  # fmt: skip
-
-    def _offer(self, connection: Connection, request: Waiting, tiles: list[int]) -> None:
-        """Files first, then the client's word that it has locked them; only then may it run (Taken)."""
-        taken = {i for lease in self.ledger.leases.values() for i in lease.tiles}
-        assert not taken & set(tiles), f"{tiles} are held already"
-        gives = compute(self.ledger.node, tiles)
-        lease = Lease(
-            uuid.uuid4().hex[:12], tuple(tiles), request.uid, request.pid, request.start, request.command, request.job,
-            self.ledger.node.platform, time.time(), request.page, request.stack, tuple(gives["cpus"]), tuple(gives["gpus"]),
-        )  # fmt: skip
-        theirs = -1
-        try:
-            path = records.file(self.folder, lease.id, "lock")
-            self.files[lease.id] = open_plain(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-            theirs = open_plain(path, os.O_RDONLY)
-            records.write(self.folder, lease)
-            page, stack = connection.fds
-            connection.fds = []
-            self._watch(lease, page, stack)
-            self.offers[lease.id] = time.monotonic() + OFFER_SECONDS
-            connection.offered = lease.id
-            self._say(connection, {"state": "granted", "lease": lease.id, "note": request.capped, **gives}, (theirs,))
-        except BaseException:
-            if lease.id in self.ledger.leases:
+            for lease in made:
                 self._end(lease, "failed")
-            else:
-                fd = self.files.pop(lease.id, None)
-                if fd is not None:
-                    os.close(fd)
-                records.remove(self.folder, lease.id)
-            raise
-        finally:
-            if theirs >= 0:
-                os.close(theirs)
-
-    def _taken(self, connection: Connection) -> None:
-        lease = self.ledger.leases.get(connection.offered or "")
-        if lease is None:
-            raise UserError("tiles-late", "the offer was not taken in time", fix="ask again")
-        if locks.holder(self.files[lease.id]) != connection.pid:
-            raise UserError("tiles-protocol", "the lease's file is not locked by this process")
-        if self.seat.gives_way():  # asked after the lock was taken: the service looks for locks after it has shown itself
-            self._close(connection.sock)  # the client asks again, and finds the service
+            if request.page >= 0:
+                os.close(request.page)
+            if not isinstance(e, UserError):
+                log.error("a lease cannot be made: %s", e)
+                e = MachineError("tiles-folder", f"{self.folder}: the lease cannot be written", found=printable(str(e), 200),
+                                 fix="make room on that file system")  # fmt: skip
+            self.refuse(connection, e)
             return
-        connection.offered, connection.lease = None, lease.id
-        self.offers.pop(lease.id, None)
-        self.store.began(lease)
-        self._say(connection, {"state": "go"})
+        self.counted.waits += 1
+        self.counted.waited_seconds += time.monotonic() - request.since
+        if not self._tell(connection, made[-1], request.note):
+            for lease in made:
+                self._end(lease, "not taken")
 
-    def _watch(self, lease: Lease, page: int | None, stack: int | None) -> None:
-        self.ledger.leases[lease.id] = lease
-        self.usage[lease.id] = Usage(page)
-        if stack is not None:
-            self.stacks[lease.id] = stack
+    def _tell(self, connection: Connection, lease: Lease, note: str) -> bool:
+        holder = self.ledger.leases.get(lease.record.of, lease).record
+        gives = compute(self.ledger.node, holder.tiles) | {"cpus": holder.cpus}  # the node may have another shape by now
+        return self.say(connection, {"state": "granted", "lease": lease.record.id, "note": note, **gives})
+
+    def _begin(self, record: Record, page: int | None) -> Lease:
+        """From here on it is there. What the process had before, with the same page, has ended."""
         try:
-            self.pidfds[lease.id] = fd = os.pidfd_open(lease.pid)
-            self.selector.register(fd, selectors.EVENT_READ, lambda _: self._end(lease, "process ended"))
-        except OSError:
-            pass  # it has ended already: the next regular check sees that
+            try:
+                records.write(self.folder, record)
+            except FileNotFoundError:  # somebody has just removed the folder
+                self._keep_place()
+                records.write(self.folder, record)
+        except BaseException:
+            if page is not None:
+                os.close(page)
+            raise
+        had = self._same_page(record) if page is not None else None
+        if had is not None:
+            self._end(had, "released" if had.record.tiles else "took tiles")
+        lease = Lease(record, page)
+        self._watch(lease)
+        if record.kind != "member":
+            self.store.began(record)
+            self.counted.began[record.kind] += 1
+        return lease
+
+    def _watch(self, lease: Lease) -> None:
+        self.ledger.leases[lease.record.id] = lease
+        if lease.pidfd >= 0:
+            self.selector.register(lease.pidfd, selectors.EVENT_READ, lambda _: self._end(lease, "process ended"))
+
+    def _release(self, connection: Connection, id: str) -> None:
+        self._drop_ended()
+        lease = self.ledger.leases.get(id)
+        if lease is not None and lease.record.kind == "job":
+            job = job_of(connection.pid, connection.uid)
+            if connection.uid and (job is None or (job.cgroup, connection.uid) != (lease.record.cgroup, lease.record.uid)):
+                raise UserError("tiles-lease", "the tiles of a job are given back by a process of that job, or by root",
+                                found=f"pid {connection.pid} is not in job {lease.record.job}")  # fmt: skip
+            if running := [f"pid {member.record.pid}" for member in self.ledger.members(lease)]:
+                raise UserError("tiles-in-use", "processes of the job still run on its tiles", found=", ".join(running[:8]),
+                                fix="wait for them, or end them")  # fmt: skip
+            self._end(lease, "released")
+        elif lease is not None:
+            raise UserError("tiles-lease", f"lease {id} is not given up", found="its process has its page locked",
+                            fix="a process gives up its own lease")  # fmt: skip
+        self.say(connection, {"state": "released"})
 
     def _end(self, lease: Lease, how: str) -> None:
-        if self.ledger.leases.pop(lease.id, None) is None:
+        if self.ledger.leases.pop(lease.record.id, None) is None:
             return
-        pidfd = self.pidfds.pop(lease.id, None)
-        if pidfd is not None:
+        self._count(lease)  # the page outlives its process, as long as we have it open
+        if lease.pidfd >= 0:
             with contextlib.suppress(KeyError):
-                self.selector.unregister(pidfd)
-            os.close(pidfd)
-        self.usage.pop(lease.id).close()
-        for fd in (self.stacks.pop(lease.id, None), self.files.pop(lease.id, None)):
-            if fd is not None:
-                os.close(fd)
-        if self.offers.pop(lease.id, None) is None:
-            self.store.ended(lease, how)
-        self.hung.discard(lease.id)
-        records.remove(self.folder, lease.id)
-        for connection in self.connections.values():
-            if lease.id in (connection.lease, connection.offered):
-                connection.lease = connection.offered = None
+                self.selector.unregister(lease.pidfd)
+        lease.close()
+        records.remove(self.folder, lease.record)
+        self.store.ended(lease.record, how)
+        if lease.record.kind != "member":
+            self.counted.ended[lease.record.kind] += 1
+        if job := self.ledger.leases.get(lease.record.of):
+            job.empty_since = time.time()
         self.used = time.monotonic()
         self._advance()
 
-    def stack(self, lease: str) -> str:
-        with contextlib.suppress(OSError):
-            fd = self.stacks.get(lease)
-            if fd is not None:
-                end = os.fstat(fd).st_size
-                text = os.pread(fd, 4000, max(0, end - 4000)).decode("utf-8", "replace")
-                return "\n".join(printable(line, 200) for line in text.splitlines())
-        return ""
+
+def _cpus(text: str) -> frozenset[int] | None:
+    try:
+        return frozenset(numbers(text)) if text else None
+    except ValueError:
+        raise UserError("tiles-protocol", "not a list of CPUs", found=printable(text, 60), expected="such as 0-3,8") from None

@@ -9,15 +9,20 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
+from .leases import Lease
 from .ledger import Ledger, Waiting
 from .machine import machine
-from .places import INSTALLED
+from .page import COLUMNS
+from .place import INSTALLED
 from .topology import HOST, Node, detect
+from .view import DaemonView, ProcessView, SessionView, State, TileView, View, WaitingView, duration
 
 if TYPE_CHECKING:
     from .daemon import Daemon
 
 MOST_WAITING = 64  # requests in a view
+IDLE_SECONDS = 10.0  # who holds tiles and does nothing for so long is idle
+BUSY_PERCENT = 5.0  # less of everything is idling
 
 
 @cache
@@ -28,7 +33,7 @@ def user_name(uid: int) -> str:
         return str(uid)
 
 
-def compute(node: Node, tiles: list[int]) -> dict[str, Any]:
+def compute(node: Node, tiles: tuple[int, ...]) -> dict[str, Any]:
     """What a lease gives: where its threads may run, and how many there are to be."""
     chosen = [node.tiles[i] for i in tiles]
     cpus = sorted({cpu for t in chosen for cpu in t.cpus})
@@ -38,19 +43,11 @@ def compute(node: Node, tiles: list[int]) -> dict[str, Any]:
             "num_cores": max(1, len(cores))}  # fmt: skip
 
 
-def duration(seconds: float) -> str:
-    """'12 s', '3 min', '2.5 h', '4 d'."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    if seconds < 7200:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h" if seconds < 172800 else f"{seconds / 86400:.0f} d"
-
-
 def holders_in_words(ledger: Ledger, request: Waiting) -> list[str]:
     """For messages: who is in the way, and what else is."""
-    found = [f"{len(x.tiles)} by pid {x.pid} ({user_name(x.uid)}, {x.command[:60] or 'no command'}, "
-             f"{duration(time.time() - x.since)})" for x in ledger.in_the_way(request.ask)][:8]  # fmt: skip
+    found = [f"{len(x.tiles)} by {f'job {x.job}' if x.kind == 'job' else f'pid {x.pid}'} ({user_name(x.uid)}, "
+             f"{x.command[:60] or 'no command'}, {duration(time.time() - x.since)})"
+             for x in (lease.record for lease in ledger.in_the_way(request))][:8]  # fmt: skip
     ahead = ledger.queue.index(request) if request in ledger.queue else 0
     if ahead:
         found.append(f"{ahead} earlier request{'s' if ahead != 1 else ''}")
@@ -64,8 +61,62 @@ def not_that_platform(daemon: Daemon, wanted: str) -> str:
     return f"platform {wanted} asked for; this machine's tiles are {daemon.ledger.node.platform} ({why})"
 
 
-def view(daemon: Daemon, uid: int, window: float, platform: str | None = None) -> dict[str, Any]:
-    """Everything, for one user: stacks are for their owner and root. A platform that is only asked about changes nothing."""
+def _doing(lease: Lease, members: list[Lease], window: float) -> dict[str, Any]:
+    """What the processes of a lease do, together: times, steps and memory are added, shares are averages."""
+    found = [about for member in members if (about := member.usage.about(window))["shares"]]
+    if not found:
+        if lease.record.kind != "job" or members:
+            return {}
+        idle = time.time() - lease.empty_since  # a job between two of its processes
+        return {"shares": {c: 100.0 * (c == "idle") for c in COLUMNS}, "state": "idle", "idle_seconds": idle}
+    if len(found) == 1:
+        return found[0]
+    each = {key: [about[key] for about in found] for key in found[0]}
+    return {
+        "shares": {c: sum(s[c] for s in each["shares"]) / len(found) for c in COLUMNS},
+        "seconds": {c: sum(s[c] for s in each["seconds"]) for c in COLUMNS},
+        "state": next((s for s in each["state"] if s != "idle"), "idle"),
+        "loss": next((x for x in each["loss"] if x is not None), None),
+        "idle_seconds": min(each["idle_seconds"]),
+        **{key: sum(each[key]) for key in ("steps", "steps_per_second", "memory_bytes")},
+    }
+
+
+def _session(lease: Lease, members: list[Lease], uid: int, window: float) -> SessionView:
+    r, kind = lease.record, lease.record.kind
+    first = members[0].record if members else r
+    seen = SessionView(r.id, kind if kind != "member" else "shared", first.pid, user_name(r.uid), r.uid, first.command, r.tiles,
+                       r.job, r.step, r.label, r.since, time.time() - r.since,
+                       [ProcessView(m.record.pid, m.record.start, m.record.command) for m in members],
+                       **_doing(lease, members, window))  # fmt: skip
+    stuck = [m for m in members if m.hung]
+    if stuck:
+        seen.hung, seen.state = True, "hung"
+        seen.stuck_seconds = max(m.usage.stuck_for() for m in stuck)
+        seen.stack = "\n".join(m.stack() for m in stuck) if uid in (0, r.uid) else ""
+    return seen
+
+
+def _state(lease: SessionView | None, drained: str | None) -> State:
+    if lease is None:
+        return "free" if drained is None else "drained"
+    if lease.hung:
+        return "hung"
+    if drained is not None:
+        return "draining"
+    return "held-idle" if lease.idle_seconds >= IDLE_SECONDS else "held"
+
+
+def _activity(lease: SessionView | None) -> str:
+    if lease is None:
+        return ""
+    busy = {k: v for k, v in lease.shares.items() if k != "idle"}
+    most = max(busy, key=busy.__getitem__, default="idle")
+    return most if busy.get(most, 0.0) >= BUSY_PERCENT else "idle"
+
+
+def view(daemon: Daemon, uid: int, window: float, platform: str | None = None) -> View:
+    """Everything, for one user. A platform that is only asked about changes nothing."""
     ledger, now = daemon.ledger, time.monotonic()
     node, other = ledger.node, ""
     wanted, free = platform or daemon.fixed or HOST, daemon.can_change_platform()
@@ -75,26 +126,19 @@ def view(daemon: Daemon, uid: int, window: float, platform: str | None = None) -
             node = asked
         else:
             other = not_that_platform(daemon, wanted)
-    holder = {i: lease.id for lease in ledger.leases.values() for i in lease.tiles}
-    tiles = [{"path": t.path, "chip": t.chip, "cpus": t.cpus, "memory_node": t.memory_node, "gpu": t.gpu,
-              "multiprocessors": t.multiprocessors, "lease": holder.get(t.index), "drained": ledger.drained.get(t.path)}
-             for t in node.tiles]  # fmt: skip
-    leases = []
-    for lease in ledger.leases.values():
-        usage = daemon.usage[lease.id]
-        about = {"id": lease.id, "pid": lease.pid, "start": lease.start, "user": user_name(lease.uid), "uid": lease.uid,
-                 "command": lease.command, "job": lease.job, "tiles": lease.tiles, "since": lease.since,
-                 "held_seconds": time.time() - lease.since, "hung": lease.id in daemon.hung, **usage.about(window)}  # fmt: skip
-        if about["hung"]:
-            about["stuck_seconds"] = usage.stuck_for()
-            about["stack"] = daemon.stack(lease.id) if uid in (0, lease.uid) else ""
-        leases.append(about)
-    queue = [{"ask": str(w.ask), "user": user_name(w.uid), "pid": w.pid, "command": w.command, "waited_seconds": now - w.since}
-             for w in ledger.queue[:MOST_WAITING]]  # fmt: skip
-    return {
-        "platform": node.platform, "title": node.title, "virtual": node.virtual, "note": node.note, "levels": node.levels,
-        "platform_note": other,  # where the tiles are not those of the platform that was asked for
-        "tiles": tiles, "leases": leases, "queue": queue, "num_waiting": len(ledger.queue), "window_seconds": window,
-        "daemon": {"pid": os.getpid(), "user": user_name(os.getuid()), "started": daemon.started, "version": __version__,
-                   "folder": str(daemon.folder), "trouble": daemon.store.trouble, "installed": daemon.folder == INSTALLED},
-    }  # fmt: skip
+    leases = [_session(x, ledger.members(x), uid, window) for x in ledger.holding]
+    shared = [_session(x, [x], uid, window) for x in ledger.leases.values() if x.record.kind == "shared"]
+    holder = {i: lease for lease in leases for i in lease.tiles}
+    tiles = []
+    for t in node.tiles:
+        lease, drained = holder.get(t.index), ledger.drained.get(t.path)
+        tiles.append(TileView(t.path, t.chip, t.cpus, t.memory_node, t.gpu, t.multiprocessors, _state(lease, drained),
+                              _activity(lease), lease.id if lease else None, drained))  # fmt: skip
+    queue = [
+        WaitingView(str(w.ask), user_name(w.record.uid), w.record.pid, w.record.command, now - w.since)
+        for w in ledger.queue[:MOST_WAITING]
+    ]
+    about = DaemonView(os.getpid(), user_name(os.getuid()), daemon.started, __version__, str(daemon.folder),
+                       daemon.store.trouble, daemon.folder == INSTALLED)  # fmt: skip
+    return View(node.platform, node.title, node.virtual, node.levels, tiles, about, node.note, other, leases, shared, queue,
+                len(ledger.queue), window)  # fmt: skip

@@ -23,18 +23,23 @@ ASKING_SECONDS = 5.0  # for a whole request, however it is dripped
 
 def listen(address: str, token_file: str | None) -> ThreadingHTTPServer:
     """GET /metrics and GET /tiles, for who sends `Authorization: Bearer TOKEN`."""
-    found = re.fullmatch(r"(?:\[([^\]\s]*:[^\]\s]*)\]|([^:\[\]\s]+)):([0-9]{1,5})", address)
-    if not found or int(found[3]) > 65535:
-        raise UserError("tiles-listen", f"{address!r} is no address", expected="HOST:PORT, such as 127.0.0.1:9464 or [::1]:9464")
-    if token_file is None:
-        raise UserError("tiles-listen", "a network listener needs a token", fix="--token-file FILE, readable by the daemon alone")
-    token = _token(token_file)
+    host, port, token = check_listener(address, token_file)
     try:
-        server = _Server(found[1] or found[2], int(found[3]), type("Handler", (_Handler,), {"token": token}))
+        server = _Server(host, port, type("Handler", (_Handler,), {"token": token}))
     except (OSError, UnicodeError) as e:  # UnicodeError: a name that no host can have
         raise UserError("tiles-listen", f"{address}: cannot listen there", found=str(e)) from e
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return server
+
+
+def check_listener(address: str | None, token_file: str | None) -> tuple[str, int, str]:
+    """(host, port, token). UserError where they will not do."""
+    found = re.fullmatch(r"(?:\[([^\]\s]*:[^\]\s]*)\]|([^:\[\]\s]+)):([0-9]{1,5})", address or "")
+    if not found or int(found[3]) > 65535:
+        raise UserError("tiles-listen", f"{address!r} is no address", expected="HOST:PORT, such as 127.0.0.1:9464 or [::1]:9464")
+    if token_file is None:
+        raise UserError("tiles-listen", "a network listener needs a token", fix="--token-file FILE, readable by the daemon alone")
+    return found[1] or found[2], int(found[3]), _token(token_file)
 
 
 def _token(path: str) -> str:
@@ -126,17 +131,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _found(self) -> tuple[int, bytes, str]:
         if self.path == "/metrics":
-            return 200, self._ask(messages.Metrics())["text"].encode(), "text/plain; version=0.0.4"
+            with client.talking(start=False) as ask:
+                return 200, ask(messages.Metrics())["text"].encode(), "text/plain; version=0.0.4"
         if self.path == "/tiles":
-            seen = self._ask(messages.View())
-            for lease in seen["leases"]:
-                lease.pop("stack", None)  # for its owner alone
+            seen = client.view(start=False)
+            for session in (*seen.leases, *seen.shared):
+                session.stack = ""  # for its owner alone
             return 200, msgspec.json.encode(seen), "application/json"
         return 404, b"/metrics or /tiles\n", "text/plain"
-
-    def _ask(self, request: messages.Request) -> dict[str, Any]:
-        with client.talking(start=False) as ask:
-            return ask(request)
 
     def _answer(self, status: int, body: bytes, kind: str) -> None:
         self.send_response(status)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import bisect
 import time
+from collections.abc import Set
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
 from ..errors import UserError
 from .asks import Ask, capped
-from .placement import grants
+from .leases import Lease
+from .machine import ranges
+from .placement import fitted, grants, inside
+from .records import Record
 from .site import Limits
 from .topology import Node
 
@@ -20,70 +22,69 @@ from .topology import Node
 class Waiting:
     """A request in the queue."""
 
+    record: Record  # what the lease will be
     ask: Ask
-    uid: int
-    pid: int
-    start: int  # of the process, in the kernel's ticks
-    command: str
-    job: str
     until: float  # on the monotonic clock
+    page: int = -1  # our descriptor of the client's page
     whose: Any = None  # the daemon's connection
-    page: int = -1  # descriptor numbers in the client
-    stack: int = -1
-    capped: str = ""
+    cpus: Set[int] | None = None  # that the process may use; None: all
+    for_job: bool = False
+    within: Set[int] = frozenset()  # tiles that it may have
+    note: str = ""
     since: float = field(default_factory=time.monotonic)
-
-
-class Lease(msgspec.Struct, eq=False):
-    """Also what is written down for the next daemon, which may be of an older or newer version."""
-
-    id: str
-    tiles: tuple[int, ...]
-    uid: int
-    pid: int
-    start: int  # of the process, in the kernel's ticks: a reused pid is another process
-    command: str
-    job: str
-    platform: str
-    since: float  # wall clock, seconds
-    page: int = -1  # descriptor numbers in the process
-    stack: int = -1
-    cpus: tuple[int, ...] = ()  # what the tiles were then: the next daemon may see this node in another shape
-    gpus: tuple[int, ...] = ()
-    bare: bool = False  # its lock's file was removed: nobody can see any more whether the process still has the lock
 
 
 class Ledger:
     def __init__(self, node: Node, limits: Limits) -> None:
         self.node, self.limits = node, limits
-        self.leases: dict[str, Lease] = {}
+        self.leases: dict[str, Lease] = {}  # and sessions that share the machine: they have no tiles
         self.queue: list[Waiting] = []
         self.drained: dict[str, str] = {}  # path of a tile -> reason
+
+    @property
+    def holding(self) -> list[Lease]:
+        return [lease for lease in self.leases.values() if lease.record.tiles]
 
     @property
     def usable(self) -> set[int]:
         return {t.index for t in self.node.tiles if t.path not in self.drained}
 
     @property
-    def free(self) -> set[int]:
-        return self.usable - {i for lease in self.leases.values() for i in lease.tiles}
+    def held(self) -> set[int]:
+        return {i for lease in self.leases.values() for i in lease.record.tiles}
 
     def held_by(self, uid: int) -> int:
-        return sum(len(lease.tiles) for lease in self.leases.values() if lease.uid == uid)
+        return sum(len(lease.record.tiles) for lease in self.leases.values() if lease.record.uid == uid)
 
     def wait(self, request: Waiting) -> None:
         """Into the queue, if this request can ever be served and its user may wait for one more."""
-        waiting = sum(w.uid == request.uid for w in self.queue)
+        waiting = sum(w.record.uid == request.record.uid for w in self.queue)
         if waiting >= self.limits.requests_per_user:
             raise UserError("tiles-limit", "too many requests of this user are waiting already", found=str(waiting),
                             expected=f"at most {self.limits.requests_per_user}", fix="wait until some are served")  # fmt: skip
-        request.ask, request.capped = capped(request.ask, self.node)
+        ask, note = capped(request.ask, self.node)
+        every = {t.index for t in self.node.tiles}
+        request.within = every if request.cpus is None else inside(self.node, request.cpus)
+        fits = fitted(self.node, request.within, ask)
+        if fits is None:
+            raise self._outside(request, ask)
+        request.ask, request.note = fits, note
         most = self.limits.tiles_per_user
-        if most is not None and self._size(request.ask) > most:
-            raise UserError("tiles-limit", "the request is larger than one user may hold", found=str(request.ask),
+        if most is not None and self._size(fits) > most:
+            raise UserError("tiles-limit", "the request is larger than one user may hold", found=str(fits),
                             expected=f"at most {most} tiles (limits.tiles_per_user of the site file)",
-                            fix="ask for fewer tiles: TILEWORK_TILES, or tiles=")  # fmt: skip
+                            fix="ask for fewer tiles: TILEWORK_TILES, --tiles or tiles=")  # fmt: skip
         bisect.insort(self.queue, request, key=lambda w: w.since)
+
+    def _outside(self, request: Waiting, ask: Ask) -> UserError:
+        """It could wait for ever."""
+        cpus, have = ranges(request.cpus or ()), len(request.within)
+        these = f"tiles {ranges(request.within)}" if have else "no whole tile"
+        return UserError("tiles-mask", f"{ask} cannot lie on the CPUs that this process may use",
+                         found=f"CPUs {cpus} (taskset, a container or the batch system), which have {these}",
+                         expected="tiles whose CPUs are all among those",
+                         fix=("ask for fewer or other tiles (TILEWORK_TILES, --tiles, tiles=), or " if have else "")
+                         + "let the process use more CPUs; TILEWORK_TILES=shared takes no tiles")  # fmt: skip
 
     def _size(self, ask: Ask) -> int:
         if ask.tiles is not None:
@@ -96,22 +97,46 @@ class Ledger:
         """Who is served now. He leaves the queue; the caller makes his lease before it asks again.
 
         A user at his limit steps aside: he must not keep others waiting for what he himself holds."""
-        most = self.limits.tiles_per_user
-        able = [(w, w.ask) for w in self.queue if most is None or self.held_by(w.uid) + self._size(w.ask) <= most]
-        for request, tiles in grants(self.node, self.free, self.usable, able):
+        most, held, usable = self.limits.tiles_per_user, self.held, self.usable
+        able = [
+            (w, w.ask, w.within) for w in self.queue if most is None or self.held_by(w.record.uid) + self._size(w.ask) <= most
+        ]
+        for request, tiles in grants(self.node, usable - held, usable, able, held):
             assert isinstance(request, Waiting)
             self.queue.remove(request)
             return request, tiles
         return None
 
+    def next_member(self) -> tuple[Waiting, Lease] | None:
+        """Who waits for tiles of a job that has some by now. He leaves the queue."""
+        for request in self.queue:
+            lease = self.of_job(request.record) if request.for_job else None
+            if lease is not None:
+                self.queue.remove(request)
+                return request, lease
+        return None
+
+    def of_job(self, record: Record) -> Lease | None:
+        """The lease of the job that a process is in. A job has one user."""
+        whose = (record.cgroup, record.uid)
+        return next(
+            (x for x in self.leases.values() if x.record.kind == "job" and (x.record.cgroup, x.record.uid) == whose), None
+        )
+
+    def members(self, lease: Lease) -> list[Lease]:
+        """Whose pages say what a lease is doing."""
+        if lease.record.kind != "job":
+            return [lease]
+        return [x for x in self.leases.values() if x.record.of == lease.record.id]
+
     def forget(self, request: Waiting) -> None:
         if request in self.queue:
             self.queue.remove(request)
 
-    def in_the_way(self, ask: Ask) -> list[Lease]:
+    def in_the_way(self, request: Waiting) -> list[Lease]:
         """The leases that a request waits for."""
-        wanted = set(ask.tiles) if ask.tiles is not None else {t.index for t in self.node.tiles}
-        return [lease for lease in self.leases.values() if wanted & set(lease.tiles)]
+        wanted = set(request.ask.tiles) if request.ask.tiles is not None else request.within
+        return [lease for lease in self.leases.values() if wanted & set(lease.record.tiles)]
 
     def drain(self, path: str, on: bool, reason: str) -> list[str]:
         """No new lease gets these tiles; who holds them keeps them."""

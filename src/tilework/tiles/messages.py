@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import struct
 from typing import Annotated, Any
@@ -17,27 +16,36 @@ LARGEST_REPLY = 64 * 1024  # a longer one comes in a memory file
 
 
 class LeaseRequest(msgspec.Struct, tag="lease", forbid_unknown_fields=True):
-    """Two descriptors come with it: the client's page, and the memory file for its stacks."""
+    """For the process that asks, which has locked its page."""
 
     text: str = ""  # what to lease, as asks.py reads it; empty: one chip
     ask: Ask | None = None  # the same, already read
-    page: int = -1  # the numbers of the two descriptors in the client: a later daemon finds them by these
+    cpus: str = ""  # that the process may use, as the kernel writes lists; empty: all
+    page: int = -1  # the numbers of two memory files in the client: its page, and the file for its stacks
     stack: int = -1
     command: str = ""
-    job: str = ""
+    label: str = ""  # what the process calls its job
     platform: str | None = None
     wait: float | None = None  # seconds; None: as the site says
+    request: str = ""  # the client's name for it: where a daemon dies, the next one is asked the same again
 
 
-class Taken(msgspec.Struct, tag="taken", forbid_unknown_fields=True):
-    """The client has locked its lease's file."""
+class Share(msgspec.Struct, tag="share", forbid_unknown_fields=True):
+    """A process that takes no tiles, but wants to be seen. There is no answer: nobody waits for one."""
+
+    page: int = -1
+    stack: int = -1
+    command: str = ""
+    label: str = ""
 
 
 class Release(msgspec.Struct, tag="release", forbid_unknown_fields=True):
+    """A process has given its lease up: the daemon looks at once. Of a job: its processes and root may give it up."""
+
     lease: str
 
 
-class View(msgspec.Struct, tag="view", forbid_unknown_fields=True):
+class Look(msgspec.Struct, tag="view", forbid_unknown_fields=True):
     window: float = 2.0  # seconds to average over
     platform: str | None = None
 
@@ -63,7 +71,7 @@ class Metrics(msgspec.Struct, tag="metrics", forbid_unknown_fields=True):
     pass
 
 
-Request = LeaseRequest | Taken | Release | View | Drain | Stop | History | Metrics
+Request = LeaseRequest | Share | Release | Look | Drain | Stop | History | Metrics
 _decoder = msgspec.json.Decoder(Request)
 encode = msgspec.json.encode
 
@@ -87,24 +95,15 @@ def peer(connection: socket.socket) -> tuple[int, int]:
     return pid, uid
 
 
-def ask_daemon(connection: socket.socket, request: Request) -> dict[str, Any]:
-    """One question, one answer."""
-    connection.send(encode(request))
-    return receive(connection)
-
-
-def receive(connection: socket.socket) -> dict[str, Any]:
-    """ConnectionError where the daemon has gone."""
+def receive(connection: socket.socket) -> bytes:
+    """The next answer. ConnectionError where the daemon has gone."""
     packet, fds, _, _ = socket.recv_fds(connection, LARGEST_REPLY, 1, socket.MSG_CMSG_CLOEXEC)
     if not packet:
         raise ConnectionError("the daemon has closed the connection")
-    reply = loads(packet)
-    if fds and reply.get("state") == "in memory":  # a long answer
+    if fds:  # a long answer: the packet only says so
         with open(fds[0], "rb") as f:
-            return loads(f.read())
-    for fd in fds:
-        os.close(fd)
-    return reply
+            return f.read()
+    return packet
 
 
 def loads(packet: bytes) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 Packing: a request that fits on one chip goes to the chip with the fewest free tiles that still holds it, so that whole chips stay
 whole; among equals, to the one whose cores have the fewest held tiles. Order: first come, first served. A later request may go
-first only with tiles that the head of the queue could not use in any placement, so the head is never delayed.
+first only with tiles that the head of the queue could not use in any placement, so the head is never delayed. A process gets only
+tiles whose CPUs it may use, all of them: taskset, a container or a batch system may have confined it.
 """
 
 from __future__ import annotations
@@ -13,11 +14,31 @@ from .asks import Ask
 from .topology import Node, Tile
 
 
-def choose(node: Node, free: Set[int], ask: Ask) -> list[int] | None:
-    """Tiles for the ask out of the free ones; None if they do not suffice."""
+def inside(node: Node, cpus: Set[int]) -> set[int]:
+    """The tiles whose CPUs all are among those that a process may use. A GPU's tile needs no core of its own."""
+    return {t.index for t in node.tiles if t.gpu is not None or set(t.cpus) <= cpus}
+
+
+def fitted(node: Node, within: Set[int], ask: Ask) -> Ask | None:
+    """The ask, as those tiles could serve it if all of them were free; None: never."""
+    if choose(node, within, ask) is not None:
+        return ask
+    if not ask.flexible:
+        return None
+    if ask.tiles is not None:
+        left = tuple(i for i in ask.tiles if i in within)
+        return Ask(tiles=left) if left else None
+    chips = [sum(t.index in within for t in chip) for chip in node.chips if (chip[0].gpu is not None) == ask.gpu]
+    count = max(chips, default=0) if ask.count is None else min(ask.count, sum(chips))
+    return Ask(count=count, gpu=ask.gpu) if count else None
+
+
+def choose(node: Node, free: Set[int], ask: Ask, held: Set[int] | None = None) -> list[int] | None:
+    """Tiles for the ask out of the free ones; None if they do not suffice. Cores with few held tiles come first (held: all that
+    are not free, unless somebody says otherwise)."""
     if ask.tiles is not None:
         return sorted(ask.tiles) if set(ask.tiles) <= free else None
-    load = _load(node, free)
+    load = _load(node, {t.index for t in node.tiles} - free if held is None else held)
     chips = [chip for chip in node.chips if (chip[0].gpu is not None) == ask.gpu]
     if ask.count is None:
         whole = sorted((c for c in chips if all(t.index in free for t in c)), key=lambda c: (_weight(c, load), c[0].index))
@@ -47,13 +68,12 @@ def _packed(have: Sequence[list[Tile]], count: int, load: Mapping[int, int]) -> 
     return taken
 
 
-def _load(node: Node, free: Set[int]) -> dict[int, int]:
+def _load(node: Node, held: Set[int]) -> dict[int, int]:
     """CPU -> held tiles on it."""
     load: dict[int, int] = {}
-    for tile in node.tiles:
-        if tile.index not in free:
-            for cpu in tile.cpus:
-                load[cpu] = load.get(cpu, 0) + 1
+    for i in held:
+        for cpu in node.tiles[i].cpus:
+            load[cpu] = load.get(cpu, 0) + 1
     return load
 
 
@@ -71,15 +91,18 @@ def useful(node: Node, usable: Set[int], ask: Ask) -> set[int]:
     return {t.index for c in chips for t in c} & usable
 
 
-def grants(node: Node, free: Set[int], usable: Set[int], queue: Sequence[tuple[object, Ask]]) -> list[tuple[object, list[int]]]:
-    """Who of the queue gets tiles now, in order: (request, tiles)."""
+def grants(
+    node: Node, free: Set[int], usable: Set[int], queue: Sequence[tuple[object, Ask, Set[int]]], held: Set[int] | None = None
+) -> list[tuple[object, list[int]]]:
+    """Who of the queue gets tiles now, in order: (request, tiles). The queue: (request, ask, the tiles that it may have)."""
     made: list[tuple[object, list[int]]] = []
     left, kept = set(free), set[int]()
-    for request, ask in queue:
-        tiles = choose(node, left - kept, ask)
+    for request, ask, within in queue:
+        tiles = choose(node, (left - kept) & within, ask, held)
         if tiles is not None:
             made.append((request, tiles))
             left -= set(tiles)
-        elif not kept and choose(node, usable, ask) is not None:  # what drained tiles make impossible keeps nobody waiting
-            kept = useful(node, usable, ask)
+        elif not kept and choose(node, usable & within, ask) is not None:
+            # What drained tiles make impossible keeps nobody waiting.
+            kept = useful(node, usable & within, ask)
     return made

@@ -1,99 +1,120 @@
-"""What is written down of each lease for the next daemon: lease-<id>.json, beside lease-<id>.lock, which its process has locked.
+"""What is written down for the next daemon: a file for each lease and each session that shares the machine, and who waits.
 
-In a shared folder anybody can leave files, so a record is read with care, and its name is taken from the file alone."""
+Nobody but the daemon's user can write here. Whether the process of a record is still there is the kernel's word (alive.py)."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
-import math
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
 from ..errors import MachineError
-from . import locks
-from .ledger import Lease
-from .messages import printable
-from .places import open_plain, read_plain
+from . import alive
 
 log = logging.getLogger("tilework.tiles")
-_NAME = re.compile(r"lease-([0-9a-f]{12})\.json")
+QUEUE = "queue.json"
+_NAME = re.compile(r"lease-([0-9]+)-([0-9]+)-[0-9a-f]{12}\.json")
+
+Kind = Literal["exclusive", "shared", "job", "member"]
 
 
-def file(folder: Path, lease: str, kind: str) -> Path:
-    return folder / f"lease-{lease}.{kind}"
+class Record(msgspec.Struct, eq=False):
+    """Of a process that holds tiles (exclusive), shares the machine (shared), or runs on its job's tiles (member); or of a job
+    that holds tiles. It may have been written by an older or newer version."""
+
+    id: str
+    kind: Kind
+    uid: int
+    pid: int  # of a job: who asked
+    start: int  # of the process, in the kernel's ticks: a reused pid is another process
+    since: float  # wall clock, seconds
+    tiles: tuple[int, ...] = ()
+    platform: str = ""
+    cpus: tuple[int, ...] = ()  # what the tiles were then: the next daemon may see this node in another shape
+    gpus: tuple[int, ...] = ()
+    command: str = ""
+    label: str = ""  # what the process calls its job: shown, never believed
+    page: int = -1  # descriptor numbers in the process
+    stack: int = -1
+    inode: int = 0  # of the page: another file may have its number by now
+    request: str = ""  # the client's name for its request: asked again, it means the same lease
+    cgroup: str = ""  # the folder of the job that the process is in
+    job: str = ""
+    step: str = ""
+    of: str = ""  # of a member: the job's lease
 
 
-def write(folder: Path, lease: Lease) -> None:
+def path_of(folder: Path, record: Record) -> Path:
+    return folder / f"lease-{record.pid}-{record.start}-{record.id}.json"
+
+
+def write(folder: Path, record: Record) -> None:
     """Whole or not at all."""
-    part = file(folder, lease.id, "part")
+    _write(path_of(folder, record), msgspec.json.encode(record))
+
+
+def _write(path: Path, data: bytes) -> None:
+    part = path.with_suffix(".part")
     try:
-        fd = open_plain(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-        try:
-            data = msgspec.json.encode(lease)
-            if os.write(fd, data) != len(data):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        finally:
-            os.close(fd)
-        part.rename(file(folder, lease.id, "json"))
+        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as f:
+            f.write(data)
+        part.rename(path)
     except OSError:
-        with contextlib.suppress(OSError):
-            part.unlink()
+        part.unlink(missing_ok=True)
         raise
 
 
-def read_all(folder: Path) -> list[Lease]:
-    """All records that can be believed. One that cannot be read, but whose lease is alive, is a reason not to serve at all."""
+def remove(folder: Path, record: Record) -> None:
+    with contextlib.suppress(OSError):
+        path_of(folder, record).unlink()
+
+
+def read_all(folder: Path) -> list[Record]:
+    """One that cannot be read, of a process that lives, is a reason not to serve: better no daemon than one that gives tiles to
+    two."""
     found = []
     for path in sorted(folder.glob("lease-*.json")):
         name = _NAME.fullmatch(path.name)
         if name is None:
             continue
         try:
-            lease = msgspec.json.decode(read_plain(path).encode(), type=Lease)
-            if lease.id != name[1] or not math.isfinite(lease.since):
+            record = msgspec.json.decode(path.read_bytes(), type=Record)
+            if path_of(folder, record) != path:
                 raise ValueError("a record of another lease")
-            lease.command, lease.job = printable(lease.command, 200), printable(lease.job, 60)
-            found.append(lease)
-        except PermissionError as e:
-            if locks.holder_of(file(folder, name[1], "lock")):
-                raise MachineError("tiles-folder", f"{path}: a live lease cannot be read", found=str(e),
-                                   fix="run the daemon as root, or end that session") from e  # fmt: skip
+            found.append(record)
         except (OSError, ValueError, RecursionError, msgspec.DecodeError) as e:
-            if is_ours(path) and locks.holder_of(file(folder, name[1], "lock")):
+            if alive.start_time(int(name[1])) == int(name[2]):
                 raise MachineError("tiles-folder", f"{path}: the record of a live lease is damaged", found=str(e)[:200],
-                                   fix="end that session, then remove the file") from e  # fmt: skip
+                                   fix=f"end that session (pid {name[1]}), then remove the file") from e  # fmt: skip
             log.warning("%s is no record of a lease: %s", path, e)
-            remove(folder, name[1])
-    for path in [*folder.glob("lease-*.lock"), *folder.glob("lease-*.part")]:  # of a daemon that died while it wrote
-        name = re.fullmatch(r"lease-([0-9a-f]{12})\.\w+", path.name)
-        if name is not None and not file(folder, name[1], "json").exists() and not locks.holder_of(path):
-            remove(folder, name[1])
+            path.unlink(missing_ok=True)
+    for path in folder.glob("*.part"):  # of a daemon that died while it wrote
+        path.unlink(missing_ok=True)
     return found
 
 
-def believable(folder: Path, lease: Lease) -> bool:
-    """One daemon made both files. More cannot be known in a shared folder, and no more is needed where the process has the lock:
-    nobody can make another user's process lock a file."""
+class _Waited(msgspec.Struct):
+    pid: int
+    start: int
+    since: float  # on the machine's monotonic clock, which all processes share
+
+
+def write_queue(folder: Path, queue: Iterable[tuple[int, int, float]]) -> None:
+    """(pid, start, since) of each. What cannot be written costs the order, no more."""
+    with contextlib.suppress(OSError):
+        _write(folder / QUEUE, msgspec.json.encode([_Waited(*w) for w in queue]))
+
+
+def read_queue(folder: Path) -> dict[tuple[int, int], float]:
+    """(pid, start) -> since when, of the processes that still live."""
     try:
-        return len({file(folder, lease.id, kind).lstat().st_uid for kind in ("json", "lock")}) == 1
-    except OSError:
-        return False
-
-
-def is_ours(path: Path) -> bool:
-    """Written by root or by this user."""
-    try:
-        return path.lstat().st_uid in (0, os.geteuid())
-    except OSError:
-        return False
-
-
-def remove(folder: Path, lease: str) -> None:
-    for kind in ("json", "lock", "part"):
-        with contextlib.suppress(OSError):
-            file(folder, lease, kind).unlink()
+        found = msgspec.json.decode((folder / QUEUE).read_bytes(), type=list[_Waited])
+    except (OSError, ValueError, msgspec.DecodeError):
+        return {}
+    return {(w.pid, w.start): w.since for w in found if alive.start_time(w.pid) == w.start}

@@ -12,59 +12,56 @@ import selectors
 import signal
 import socket
 import sys
+from pathlib import Path
 
 from ..errors import MachineError, TileworkError
 from .daemon import Daemon
-from .places import INSTALLED, log_path, run_folder
+from .place import INSTALLED, run_folder
 from .topology import asked_platform, detect
 
 log = logging.getLogger("tilework.tiles")
+LOG = "daemon.log"  # in its folder, of a daemon that a session started; others write to stderr, which systemd keeps
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tilework daemon run", description="Serve this machine's tiles.")
     parser.add_argument("--platform", default=None, help="host, or a named platform; clients cannot change it then")
     parser.add_argument("--auto", action="store_true", help="started by a session: ends when nobody needs it")
+    parser.add_argument("--listener", type=int, default=None, metavar="FD", help="with --auto: the socket that it has made")
     parser.add_argument("--listen", default=None, metavar="HOST:PORT", help="read-only HTTP: /metrics, /tiles")
     parser.add_argument("--token-file", default=None, help="the token that HTTP clients must send")
     args = parser.parse_args(argv)
     os.umask(0o022)
-    started_by = _leave_the_session() if args.auto else -1
+    if args.auto:
+        with contextlib.suppress(OSError):  # not bound to the cores of the session that started it
+            os.sched_setaffinity(0, range(os.cpu_count() or 1))
     try:
         service = os.geteuid() == 0 and INSTALLED.is_dir() and not args.auto and "TILEWORK_RUN" not in os.environ
         folder = INSTALLED if service else run_folder()
         daemon = Daemon(folder, args.platform, args.auto)
         if args.auto and not daemon.fixed and asked_platform() is not None:
             daemon.ledger.node = detect(asked_platform(), daemon.site)
-        handler: logging.Handler
-        try:
-            handler = logging.handlers.RotatingFileHandler(log_path(folder), maxBytes=2**20, backupCount=3)
-        except OSError:
-            handler = logging.StreamHandler()
-        logging.basicConfig(handlers=[handler], level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+        _log(folder / LOG if args.auto else None)
         with contextlib.suppress(OSError, ValueError):  # whoever started us may have had few; we serve everybody
             resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
         if args.listen:
             from .endpoint import listen
 
             listen(args.listen, args.token_file)
-        if not daemon.open():
-            print("a daemon serves this machine already", file=sys.stderr)
+        if not daemon.open(socket.socket(fileno=args.listener) if args.listener is not None else None):
+            if not args.auto:
+                print(f"a daemon serves {folder} already", file=sys.stderr)
             return 0 if args.auto else 1
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: setattr(daemon, "stopping", True))
         signal.set_wakeup_fd(_wakeup(daemon))
         _tell_systemd("READY=1")
         if args.auto:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a pipe to that session, which has heard enough
-            os.write(started_by, b".")
-            os.close(started_by)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what whoever started us reads, who has heard enough
         daemon.serve()
         daemon.stop()
         return 0
     except TileworkError as e:
-        if logging.getLogger().handlers:  # else it would go to the same place twice
-            log.error("%s", e)
         print(e, file=sys.stderr)
         return e.exit_code
     except OSError as e:
@@ -72,19 +69,13 @@ def main(argv: list[str] | None = None) -> int:
         return 3
 
 
-def _leave_the_session() -> int:
-    """A daemon is for everybody: no child of the session that started it, and not bound to that one's cores. The process that the
-    session knows ends when we say (into the descriptor) that we serve, or with our exit code."""
-    read, write = os.pipe()
-    child = os.fork()
-    if child:
-        os.close(write)
-        code = 0 if os.read(read, 1) else os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        os._exit(code if code >= 0 else 3)
-    os.close(read)
-    with contextlib.suppress(OSError):
-        os.sched_setaffinity(0, range(os.cpu_count() or 1))
-    return write
+def _log(path: Path | None) -> None:
+    """To a file; without one to stderr: of a service that is systemd's journal, which knows the time."""
+    timed = "" if "JOURNAL_STREAM" in os.environ and path is None else "%(asctime)s "
+    handler = (
+        logging.StreamHandler() if path is None else logging.handlers.RotatingFileHandler(path, maxBytes=2**20, backupCount=3)
+    )
+    logging.basicConfig(handlers=[handler], level=logging.INFO, format=f"{timed}%(levelname)s %(message)s")
 
 
 def _tell_systemd(what: str) -> None:

@@ -1,4 +1,4 @@
-"""The daemon's memory: drained tiles and the history of leases, in SQLite. Who holds what now is not decided here (see locks.py):
+"""The daemon's memory: drained tiles and the history of leases, in SQLite. Who holds what now is not decided here (see alive.py):
 a full disk or a lost file costs history, never a tile."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .ledger import Lease
+from .records import Record
 
 log = logging.getLogger("tilework.tiles")
 _TABLES = """
@@ -60,11 +60,12 @@ class Store:
             self._purged = now
             self._do("delete from leases where ended < ?", time.time() - _KEPT_DAYS * 86400)
 
-    def began(self, lease: Lease) -> None:
+    def began(self, lease: Record) -> None:
+        job, tiles = lease.job or lease.label, ",".join(map(str, lease.tiles))
         self._do("insert or replace into leases values (?,?,?,?,?,?,?,?,null,null)", lease.id, lease.uid, lease.pid,
-                 lease.command, lease.job, lease.platform, ",".join(map(str, lease.tiles)), lease.since)  # fmt: skip
+                 lease.command, job, lease.platform, tiles, lease.since)  # fmt: skip
 
-    def ended(self, lease: Lease, how: str) -> None:
+    def ended(self, lease: Record, how: str) -> None:
         self._do("update leases set ended=?, how=? where id=?", time.time(), how, lease.id)
 
     def set_drained(self, platform: str, drained: Mapping[str, str]) -> None:

@@ -7,17 +7,23 @@ cores from floor(i n / T) up to floor((i + 1) n / T), at least one: neighbours s
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ..errors import UserError, did_you_mean
 from .machine import Core, Gpu, Machine, machine
 from .site import Shape, Site, read_site
 
+if TYPE_CHECKING:
+    from .records import Record
+    from .view import View
+
+log = logging.getLogger("tilework.tiles")
 HOST = "host"
 LEVELS = ("board", "chip", "tile")
 GPU_TILES = 4  # a GPU is leased in quarters
@@ -72,12 +78,24 @@ class Node:
         return found
 
 
-def node_of(seen: Mapping[str, Any]) -> Node:
+def node_of(seen: View) -> Node:
     """The node as the daemon sees it, from its view: its site file is not everybody's."""
-    tiles = [Tile(i, t["path"], _board(t["path"]), t["chip"], tuple(t["cpus"]), t["memory_node"], t["gpu"], t["multiprocessors"])
-             for i, t in enumerate(seen["tiles"])]  # fmt: skip
-    first, second, third = seen["levels"]
-    return Node(seen["platform"], seen["title"], (first, second, third), seen["virtual"], tuple(tiles))
+    tiles = [Tile(i, t.path, _board(t.path), t.chip, t.cpus, t.memory_node, t.gpu, t.multiprocessors)
+             for i, t in enumerate(seen.tiles)]  # fmt: skip
+    return Node(seen.platform, seen.title, seen.levels, seen.virtual, tuple(tiles))
+
+
+def taken_up(node: Node, record: Record) -> tuple[int, ...]:
+    """The tiles of this node that a live lease takes up: its own where the node is the same as then; else, because the site file,
+    the platform or the cores that the daemon may see have changed, every tile that has one of its cores or its GPU."""
+    cpus, gpus = set(record.cpus), set(record.gpus)
+    same = record.platform == node.platform and all(0 <= i < len(node.tiles) for i in record.tiles)
+    if not record.tiles or (same and {cpu for i in record.tiles for cpu in node.tiles[i].cpus} == cpus):
+        return record.tiles
+    found = tuple(t.index for t in node.tiles if (t.gpu in gpus if t.gpu is not None else cpus & set(t.cpus)))
+    log.warning("lease %s of pid %d is of another shape of this node (%s); it keeps %d tiles of %s from others",
+                record.id, record.pid, record.platform, len(found), node.platform)  # fmt: skip
+    return found
 
 
 @cache

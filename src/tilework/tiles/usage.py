@@ -16,20 +16,20 @@ SHORTEST_WINDOW = 0.2  # seconds; where the daemon has looked for less, the aver
 
 
 class Usage:
-    """The readings of one lease's page. Without a descriptor (another user's process, seen by a daemon that did not grant its
-    lease) nothing is known, and nothing is made up."""
+    """The readings of one process's page. Without a descriptor (we may not see it) nothing is known, and nothing is made up."""
 
     def __init__(self, fd: int | None) -> None:
-        self._fd = fd
+        self.fd = fd
         self._last: Reading | None = None
+        self._counted: Reading | None = None  # up to here spent() has told
         self._kept: list[Reading] = []  # in order, at most KEPT_SECONDS / KEPT_EVERY_SECONDS
         self.sample()
 
     def sample(self) -> None:
         """A new reading."""
-        if self._fd is None:
+        if self.fd is None:
             return
-        fd = self._fd
+        fd = self.fd
         try:
             found = page.look(lambda size, at: os.pread(fd, size, at))
         except OSError:
@@ -77,10 +77,25 @@ class Usage:
             "idle_seconds": max(0.0, (last.at - last.since) / 1e9) if last.state == IDLE else 0.0,
         }
 
+    def spent(self) -> tuple[list[float], int]:
+        """Seconds in each column, and steps, since this was last asked: for counters. What a page says is its process's word, so
+        no more time is believed than went by."""
+        self.sample()
+        last, before, self._counted = self._last, self._counted, self._last
+        if last is None or last is before:
+            return [0.0] * len(COLUMNS), 0
+        if before is None or before.began != last.began:
+            most, then, steps = max(0, last.at - last.began), (0,) * len(COLUMNS), 0 if before is None else before.steps
+        else:
+            most, then, steps = last.at - before.at, before.times, before.steps
+        times = [min(max(0, now - past), most) / 1e9 for now, past in zip(last.times, then, strict=True)]
+        return times, min(max(0, last.steps - steps), 10**9)
+
     def stuck_for(self) -> float:
         """Seconds inside a section or a collective without any progress."""
         return self._last.stuck / 1e9 if self._last is not None else 0.0
 
     def close(self) -> None:
-        if self._fd is not None:
-            os.close(self._fd)
+        if self.fd is not None:
+            os.close(self.fd)
+            self.fd = None

@@ -1,4 +1,5 @@
-"""Which tiles a program asks for: SF_RNT_TILE_AFFINITY, else --num-tiles, now or when the PEF was compiled."""
+"""Which tiles a program asks for: SF_RNT_TILE_AFFINITY, else --num-tiles, now or when the PEF was compiled, else one RDU.
+Users of a DataScale expect tiles of their own; TILEWORK_TILES=shared runs without."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ VARIABLE = "SF_RNT_TILE_AFFINITY"
 
 
 def tiles_asked(args: Namespace, path: Path | str) -> str | None:
-    """As tilework.load takes it; None: whatever the engine gives by default."""
+    """As tilework.load takes it; None: nothing to do with tiles."""
     text = os.environ.get(VARIABLE, "").strip()
     if not holding.wanted():
         return None
@@ -27,7 +28,7 @@ def tiles_asked(args: Namespace, path: Path | str) -> str | None:
         node = node_of(view(0.0, asked_platform()))  # as the daemon has it: all users share one view
         return "tiles:" + ",".join(map(str, tiles_of_mask(text, node)))
     asked = getattr(args, "num_tiles", None) or _noted(path)
-    return str(asked) if asked else None
+    return str(asked) if asked else holding.one_chip()
 
 
 def tiles_of_mask(text: str, node: Node) -> list[int]:

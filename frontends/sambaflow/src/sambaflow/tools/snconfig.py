@@ -6,14 +6,14 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from tilework.errors import TileworkError
 from tilework.tiles.client import view
 from tilework.tiles.machine import Link, Machine, machine, processor
 from tilework.tiles.topology import LEVELS as PLAIN
 from tilework.tiles.topology import Node, node_of
+from tilework.tiles.view import SessionView, TileView, View
 
 from ..platforms import LEVELS, spelt
 
@@ -83,33 +83,36 @@ def _links(links: Sequence[Link]) -> Iterator[str]:
         yield "                Serial Number     : N/A"
 
 
-def dynamic(seen: Mapping[str, Any]) -> str:
-    """One `perfect` line a chip, which counts the tiles that are neither hung nor drained; then every tile."""
-    lines = [*_banner("Dynamic"), f"Platform Name: {seen['title']}", "Node Name: NODE"]
-    if seen["note"]:
-        lines.append(f"Note: {seen['note']}")
-    leases = {lease["id"]: lease for lease in seen["leases"]}
-    chips: dict[int, list[Mapping[str, Any]]] = {}
-    for tile in seen["tiles"]:
-        chips.setdefault(tile["chip"], []).append({**tile, "path": spelt(tile["path"], seen["levels"])})
+def dynamic(seen: View) -> str:
+    """One `perfect` line a chip, which counts the tiles that are neither hung nor drained; then every tile; then who has none."""
+    lines = [*_banner("Dynamic"), f"Platform Name: {seen.title}", "Node Name: NODE"]
+    if seen.note:
+        lines.append(f"Note: {seen.note}")
+    leases = {lease.id: lease for lease in seen.leases}
+    chips: dict[int, list[TileView]] = {}
+    for tile in seen.tiles:
+        chips.setdefault(tile.chip, []).append(tile)
     for tiles in chips.values():
-        bad = [text for t in tiles if (text := _trouble(t, leases.get(t["lease"])))]
-        where = tiles[0]["path"].rsplit("/", 1)[0]
+        bad = [text for t in tiles if (text := _trouble(t, leases))]
+        where = spelt(tiles[0].path, seen.levels).rsplit("/", 1)[0]
         lines.append(f"{where} tiles perfect: {len(tiles) - len(bad)} of {len(tiles)}" + (f" ({'; '.join(bad)})" if bad else ""))
         for tile in tiles:
-            lease = leases.get(tile["lease"])
-            state = (f"{'hung' if lease['hung'] else 'held'}, pid {lease['pid']}, user {lease['user']}" if lease
-                     else "drained" if tile["drained"] is not None else "free")  # fmt: skip
-            lines.append(f"    {tile['path'].rsplit('/', 1)[1]:<8} : {state}")
+            who = f", {_who(leases[tile.lease])}" if tile.lease is not None else ""
+            lines.append(f"    {spelt(tile.path, seen.levels).rsplit('/', 1)[1]:<8} : {tile.state}{who}")
+    lines += [f"shared       : {x.state}, {_who(x)}" for x in seen.shared]
     return "\n".join(lines)
 
 
-def _trouble(tile: Mapping[str, Any], lease: Mapping[str, Any] | None) -> str:
-    name = tile["path"].rsplit("/", 1)[1]
-    if lease and lease["hung"]:
-        return f"{name} hung, pid {lease['pid']}, user {lease['user']}"
-    if tile["drained"] is not None:
-        return f"{name} drained{': ' + tile['drained'] if tile['drained'] else ''}"
+def _who(x: SessionView) -> str:
+    return f"pid {x.pid}, user {x.user}"
+
+
+def _trouble(tile: TileView, leases: dict[str, SessionView]) -> str:
+    name = spelt(tile.path, PLAIN).rsplit("/", 1)[1] if tile.path.startswith(f"/{PLAIN[0]}_") else tile.path.rsplit("/", 1)[1]
+    if tile.state == "hung" and tile.lease is not None:
+        return f"{name} hung, {_who(leases[tile.lease])}"
+    if tile.drained is not None:
+        return f"{name} drained{': ' + tile.drained if tile.drained else ''}"
     return ""
 
 
@@ -123,8 +126,8 @@ def main(argv: list[str] | None = None) -> int:
         p.error(f"cannot understand {' '.join(args.words)!r}: expected show Node static, or show Node dynamic")
     try:
         seen = view(2.0, args.platform)  # one look, so that both parts are about the same node
-        if seen.get("platform_note"):  # a daemon from before an upgrade does not say
-            print(f"snconfig: {seen['platform_note']}", file=sys.stderr)
+        if seen.platform_note:
+            print(f"snconfig: {seen.platform_note}", file=sys.stderr)
         if words[2:] != ["dynamic"]:
             print(static(node_of(seen), machine(), banner=bool(words)))
         if words and words[2:] != ["static"]:

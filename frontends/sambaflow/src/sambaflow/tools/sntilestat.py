@@ -8,11 +8,11 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping
 from typing import Any
 
 from tilework.errors import TileworkError, UserError
 from tilework.tiles.client import view
+from tilework.tiles.view import SessionView, View
 
 from ..platforms import spelt
 
@@ -23,35 +23,27 @@ _FREE = {"idle": 100.0}
 _SHORTEST, _LONGEST = 0.1, 86400.0  # seconds between two looks
 
 
-def rows(seen: Mapping[str, Any], skip_idle: bool = False) -> list[dict[str, Any]]:
-    """One row a tile: its path, percentages that add up to 100 (None: nobody knows), and the process that holds it."""
-    leases = {lease["id"]: lease for lease in seen["leases"]}
-    found = []
-    for tile in seen["tiles"]:
-        lease = leases.get(tile["lease"])
-        if lease is None and skip_idle:
-            continue
-        shares = lease["shares"] if lease else _FREE
-        found.append({"tile": spelt(tile["path"], seen["levels"]),
-                      **{c: shares.get(s, 0.0) if shares else None for c, s in _STATES.items()},
-                      "pid": lease["pid"] if lease else None,
-                      "user": lease["user"] if lease else None, "command": lease["command"] if lease else None,
-                      "hung": bool(lease and lease["hung"]), "drained": tile["drained"],
-                      "state": _state(tile, lease)})  # fmt: skip
-    return found
+def rows(seen: View, skip_idle: bool = False) -> list[dict[str, Any]]:
+    """One row a tile: its path, percentages that add up to 100 (None: nobody knows), and the process that holds it. Then one
+    for each process that shares the machine."""
+    leases = {lease.id: lease for lease in seen.leases}
+    found = [_row(spelt(t.path, seen.levels), leases[t.lease] if t.lease is not None else None, t.state, t.drained)
+             for t in seen.tiles if t.lease is not None or not skip_idle]  # fmt: skip
+    return found + [_row("shared", x, "hung" if x.hung else "shared", None) for x in seen.shared]
 
 
-def _state(tile: Mapping[str, Any], lease: Mapping[str, Any] | None) -> str:
-    """free, held, hung or drained; 'held drained' where its holder is the last one."""
-    words = ["hung" if lease["hung"] else "held"] if lease else []
-    return " ".join(words + ["drained"] * (tile["drained"] is not None)) or "free"
+def _row(name: str, by: SessionView | None, state: str, drained: str | None) -> dict[str, Any]:
+    shares = by.shares if by else _FREE
+    return {"tile": name, **{c: shares.get(s, 0.0) if shares else None for c, s in _STATES.items()},
+            "pid": by.pid if by else None, "user": by.user if by else None, "command": by.command if by else None,
+            "hung": bool(by and by.hung), "drained": drained, "state": state}  # fmt: skip
 
 
 def _percent(value: float | None) -> str:
     return "" if value is None else f"{value:.1f}"
 
 
-def table(seen: Mapping[str, Any], skip_idle: bool = False, width: int | None = None) -> str:
+def table(seen: View, skip_idle: bool = False, width: int | None = None) -> str:
     """The seeds' layout. `width` cuts long commands, for a terminal."""
     found = rows(seen, skip_idle)
     first = max([20, *(len(r["tile"]) for r in found)])
@@ -64,8 +56,8 @@ def table(seen: Mapping[str, Any], skip_idle: bool = False, width: int | None = 
         elif r["drained"] is not None:
             line += f" {'':>6} {'':>8} (drained{': ' + r['drained'] if r['drained'] else ''})"
         lines.append(line if width is None else line[:width])
-    if seen["note"]:
-        lines.append(f"# {seen['note']}")
+    if seen.note:
+        lines.append(f"# {seen.note}")
     return "\n".join(lines)
 
 
@@ -91,9 +83,8 @@ def main(argv: list[str] | None = None) -> int:
             if done:
                 time.sleep(args.interval or 1.0)
             seen = view(min(args.interval or 2.0, 60.0), args.platform)
-            note = seen.get("platform_note", "")  # a daemon from before an upgrade does not say
-            if note and note != said:  # once, not at every look
-                said = note
+            if seen.platform_note and seen.platform_note != said:  # once, not at every look
+                said = seen.platform_note
                 print(f"sntilestat: {said}", file=sys.stderr)
             if args.json:
                 print(json.dumps(rows(seen, args.skip_idle)), flush=True)
