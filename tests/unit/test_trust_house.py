@@ -373,6 +373,5 @@ def test_a_view_stays_within_its_tensor() -> None:
 @pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md", "docs/artifact-format.md"])
 def test_the_docs_say_that_loading_runs_code(page: str) -> None:
     text = " ".join((Path(__file__).parents[2] / page).read_text().lower().split())
-    assert (
-        "an artifact is a program" in text and "load only what you trust" in text and "native code" in text and "malice" in text
-    )
+    assert "an artifact is a program" in text and "native code" in text and "malice" in text
+    assert re.search("load only (what|files that) you trust", text)
