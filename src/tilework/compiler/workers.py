@@ -103,8 +103,11 @@ class _Copy:
         with contextlib.suppress(EOFError, OSError):
             while True:
                 name, result = self.results.recv()
+                try:
+                    done(name, result)
+                except Exception:  # interrupted meanwhile; else the job is done again, and fails where it is seen
+                    return
                 self.delivered.add(name)
-                done(name, result)
 
     def stop(self) -> None:
         if self.process.is_alive():
