@@ -30,9 +30,9 @@ class Encoder(nn.Module):
 
 
 class Recurrent(nn.Module):
-    def __init__(self, kind: type[nn.Module] = nn.LSTM, **settings: object) -> None:
+    def __init__(self, kind: type[nn.Module] = nn.LSTM, width: int = 12, **settings: object) -> None:
         super().__init__()
-        self.layer = kind(8, 12, batch_first=True, **settings)
+        self.layer = kind(8, width, batch_first=True, **settings)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x)[0].square().mean()
@@ -121,6 +121,14 @@ def test_the_gradient_of_a_recurrent_weight_is_one_product() -> None:
     assert products[1] - products[0] == 13  # 14 time steps
 
 
+def test_a_recurrent_weight_is_transposed_once() -> None:
+    graph = plan_step(step_of(Recurrent(width=40), torch.randn(3, 14, 8)), FUSED).programs["step"]
+    copies = [n for n in graph.nodes if n.op == "aten.clone.default" and n.name.endswith("_once")]
+    assert [n.types[0].shape for n in copies if n.types[0]] == [(40, 160)]
+    readers = [n for n in graph.nodes if n.op == "tilework.product.default" and n.args[1] == Ref(copies[0].name)]
+    assert len(readers) == 14  # time steps
+
+
 def _graph(*nodes: Node, read: TensorType) -> Graph:
     graph = Graph("g", ("x",), nodes, (("y", nodes[-1].name),), {"x": read, "y": nodes[-1].types[0] or read})
     graph.verify()
@@ -164,6 +172,7 @@ def test_small_programs_stay_whole() -> None:
         (Encoder, (2, 5, 16), torch.optim.SGD, 400),
         (lambda: Recurrent(bidirectional=True), (3, 14, 8), torch.optim.Adam, 400),
         (lambda: Recurrent(nn.GRU), (3, 14, 8), torch.optim.RMSprop, 10),
+        (lambda: Recurrent(width=40), (3, 14, 8), torch.optim.SGD, 400),
         (Counting, (4, 8), torch.optim.AdamW, 30),
     ],
 )
