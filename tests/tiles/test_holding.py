@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tilework.errors import UserError
+from tilework.parallel.environment import ranks_on_node
 from tilework.runtime.leasing import Footing
 from tilework.tiles import client, holding
 from tilework.tiles.page import Page
@@ -50,7 +51,7 @@ def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ranks_on_this_node(environment: dict[str, str], ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert holding._local_ranks() == ranks
+    assert ranks_on_node() == ranks
 
 
 def test_more_ranks_than_tiles(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

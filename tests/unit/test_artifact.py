@@ -153,7 +153,7 @@ def test_truncated_and_flipped(good: Path, tmp_path: Path) -> None:
 def test_newer_and_older_versions(good: Path, tmp_path: Path) -> None:
     members = forge.members_of(good)
     newer = forge.change_manifest(members, format=[2, 7], something_new=1)
-    refused(forge.write(tmp_path / "n.pef", newer), "newer Tilework", "format 2.7", "format 2.0 or older")
+    refused(forge.write(tmp_path / "n.pef", newer), "newer Tilework", "format 2.7", "format 2.1 or older")
     older = forge.change_manifest(members, format=[1, 2])
     refused(forge.write(tmp_path / "o.pef", older), "old format", "format 1.2")
 

@@ -70,7 +70,7 @@ def error_ids() -> set[str]:
                 continue
             first = node.args[0]
             name = node.func.id if isinstance(node.func, ast.Name) else node.func.attr  # UserError, tilework.UserError
-            if name in ("UserError", "MachineError", "BugError", "_bad") and isinstance(first, ast.Constant):
+            if name in ("UserError", "MachineError", "BugError", "RanksError", "_bad") and isinstance(first, ast.Constant):
                 found.add(first.value)
     return found
 

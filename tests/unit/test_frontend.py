@@ -17,10 +17,10 @@ from tilework.parallel.environment import Launched, launched
         ({}, Launched(0, 1, 0)),
         (
             {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},
-            Launched(3, 8, 1),
+            Launched(3, 8, 1, 0, "torchrun"),
         ),
-        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, Launched(1, 2, 1)),
-        ({"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1"}, Launched(5, 8, 1)),
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, Launched(1, 2, 1, 0, "openmpi")),
+        ({"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1"}, Launched(5, 8, 1, 0, "slurm")),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, Launched(0, 1, 0)),  # a batch script that starts one process
         ({"PMIX_RANK": "3"}, Launched(0, 1, 0)),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -11,12 +12,13 @@ from . import structure
 from .graph import DTYPES, TensorType
 from .names import Kind
 
-FORMAT_VERSION = (2, 0)  # major: readers of another major refuse; minor: newer readers accept older files
+FORMAT_VERSION = (2, 1)  # major: readers of another major refuse; minor: newer readers accept older files
 
 Size = Annotated[int, Meta(ge=0, lt=2**40)]
 Count = Annotated[int, Meta(ge=0)]
 Name = Annotated[str, Meta(min_length=1, max_length=512)]
 Sizes = Annotated[list[Size], Meta(max_length=16)]
+PART = r"opt_(\d+|rest)"  # parts of the update, which replicas share out
 ROLES = ("step", "accumulate", "fwd", "bwd", "reduce", "opt", "infer")  # what a program does for its signature
 Version = Annotated[list[int], Meta(min_length=2, max_length=2)]
 
@@ -86,6 +88,7 @@ class Program(_Table, frozen=True):
     temporary_bytes: Count
     parallel: bool  # whether more than one thread pays
     called: list[str] = []  # operators that it calls through torch's dispatcher; ["*"]: all of them
+    completes: list[Count] = []  # of each bucket, the call of its pieces after which the gradients are complete; empty: the last
 
 
 class Bucket(_Table, frozen=True):
@@ -167,8 +170,8 @@ class Signature(_Table, frozen=True):
             raise ValueError(f"signature {self.name}: its prefix is neither empty nor its name")
         for found in (self.input_structure, self.output_structure, self.infer_structure):
             structure.check(found)
-        if not set(self.programs) <= set(ROLES):
-            raise ValueError(f"signature {self.name}: programs have roles among {', '.join(ROLES)}")
+        if any(role not in ROLES and not re.fullmatch(PART, role) for role in self.programs):
+            raise ValueError(f"signature {self.name}: programs have roles among {', '.join(ROLES)}, and parts of opt")
         if not set(self.losses) <= {o.name for o in self.outputs}:
             raise ValueError("a loss is not among the outputs")
         for what, arguments, shape in (

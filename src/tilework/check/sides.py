@@ -7,7 +7,7 @@ one by one. Random numbers of the module are those of the artifact, injected fro
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -74,7 +74,36 @@ def _run_fused(session: Session, calls: Calls, inputs: list[Tensor], found: Resu
     if calls.fused == "accumulate":
         found["fused"]["gradient"] = session.gradients()
     found["fused"] |= _state(session)
-    found["again"] = {"output": _named_outputs(s, session.run(*inputs, signature=s.name)), **_state(session)}
+    with _update_in_parts(session, calls):
+        found["again"] = {"output": _named_outputs(s, session.run(*inputs, signature=s.name)), **_state(session)}
+
+
+class _AllParts:
+    """An update in parts (plan/shards.py), all of them here: what replicas would share out."""
+
+    def __init__(self, roles: Sequence[str]) -> None:
+        self.own, self.rest = [r for r in roles if r != "opt_rest"], [r for r in roles if r == "opt_rest"]
+
+    def exchange(self) -> None: ...
+
+    def reduce(self, buckets: Sequence[Tensor]) -> None: ...
+
+
+@contextmanager
+def _update_in_parts(session: Session, calls: Calls) -> Iterator[None]:
+    """The second step is the one that tries them, where an artifact has them."""
+    roles = [r for r in calls.programs if r.startswith("opt_")]
+    if not roles:
+        yield
+        return
+    parts: Any = _AllParts(roles)
+    session.reduce_with(parts)
+    session._running.shards = parts
+    try:
+        yield
+    finally:
+        session._running.shards = None
+        session.reduce_with(None)
 
 
 def _run_sections(session: Session, calls: Calls, inputs: list[Tensor], found: Results) -> None:

@@ -38,6 +38,7 @@ def command(
     batch_sizes: Annotated[str, typer.Option(metavar="N,N", help="Also compile for these batch sizes, e.g. 64,16.")] = "",
     infer_batch_sizes: Annotated[str, typer.Option(metavar="N,N", help="Batch sizes for inference only, e.g. 1,8,32.")] = "",
     replicas: Annotated[int, typer.Option(metavar="N", help="Replicas to plan for. Any number can run the file.")] = 1,
+    shards: Annotated[int, typer.Option(metavar="N", help="Parts of the update that replicas can share out (run --shard).")] = 1,
     disable: Annotated[list[str] | None, typer.Option(metavar="PASS", autocompletion=_passes,
                                                       help="Turn off a planning pass. Can be repeated.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE",
@@ -59,6 +60,7 @@ def command(
         keep_momentum=keep_momentum,
         keep_gradients=keep_gradients,
         num_replicas=replicas,
+        num_shards=shards,
         disable=tuple(disable or ()),
     )
     step = load_step(build, set_ or [])

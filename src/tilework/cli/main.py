@@ -28,6 +28,8 @@ VERBS = {
     "run": "Train: run an artifact over data and save the weights.",
     "test": "Compare an artifact with your model in eager PyTorch.",
     "measure": "Time an artifact: the step, its sections, inference.",
+    "launch": "Run several ranks of a command on this machine.",
+    "estimate": "Predict how fast many replicas train.",
     "inspect": "Show what an artifact contains, without running it.",
     "cache": "Show, trim or clear the compile cache.",
     "doctor": "Check what this machine can do and what is missing.",
@@ -67,7 +69,8 @@ def _register(argv: list[str]) -> None:
     verb = next((word for word in argv if not word.startswith("-")), None)
     if verb in VERBS:
         module = importlib.import_module(f".{verb}", __package__)
-        app.command(module.NAME, help=module.HELP, epilog=module.EXAMPLE)(module.command)
+        settings = getattr(module, "SETTINGS", None)
+        app.command(module.NAME, help=module.HELP, epilog=module.EXAMPLE, context_settings=settings)(module.command)
         return
     for name, line in VERBS.items():
         app.command(name, help=line)(_only_a_name)
@@ -124,7 +127,7 @@ def _run(argv: list[str], interrupts: list[int]) -> int:
         if "--json" in argv:
             print(json.dumps(e.as_json()))
         print(f"tilework: error {e}", file=sys.stderr)
-        return e.exit_code
+        return _told_ranks(e) or e.exit_code
     except typer.Exit as e:
         return e.exit_code
     except typer.TyperException as e:  # a wrong flag or argument
@@ -134,6 +137,7 @@ def _run(argv: list[str], interrupts: list[int]) -> int:
     except BrokenPipeError:
         return 0
     except Exception as e:
+        _told_ranks(e)
         if interrupts:
             return 130
         if isinstance(e, OSError) and e.errno == errno.ENOSPC:  # verbs say so of their own files: this is where we print to
@@ -146,6 +150,13 @@ def _run(argv: list[str], interrupts: list[int]) -> int:
             file=sys.stderr,
         )
         return 4
+
+
+def _told_ranks(error: Exception) -> int | None:
+    """Where this is one rank of several, the others learn that it stops. The exit code of one that stops because of another."""
+    group = sys.modules.get("tilework.parallel.group")
+    found: int | None = group.failing(error) if group is not None else None
+    return found
 
 
 if __name__ == "__main__":

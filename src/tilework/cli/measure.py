@@ -19,7 +19,9 @@ EXAMPLE = "Example: tilework measure out/lenet.pef --seconds 2"
 
 
 def command(
-    artifact: Annotated[Path, typer.Argument(metavar="ARTIFACT", help="The .pef file.")],
+    artifact: Annotated[Path | None, typer.Argument(metavar="ARTIFACT", help="The .pef file.")] = None,
+    collectives: Annotated[bool, typer.Option("--collectives", help="Time all-reduce between ranks instead, by size.")] = False,
+    ranks: Annotated[int, typer.Option(metavar="N", help="Ranks for --collectives, where no launcher started any.")] = 2,
     seconds: Annotated[float, typer.Option(metavar="N", help="How long to time each row.")] = 1.0,
     weights: Annotated[Path | None, typer.Option(metavar="FILE", help="Start from these weights.")] = None,
     device: Annotated[str | None, typer.Option(metavar="NAME", autocompletion=devices,
@@ -29,6 +31,14 @@ def command(
     trust: Annotated[bool, typer.Option("--trust", help="Accept a file that other users could have changed.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:  # fmt: skip
+    from ..errors import UserError
+
+    if collectives:
+        from .collectives import measured
+
+        raise typer.Exit(measured(ranks, json=json))
+    if artifact is None:
+        raise UserError("artifact-missing", "no artifact is named", fix="tilework measure FILE.pef, or --collectives")
     from ..artifact.names import Kind
     from ..check.check import random_inputs, some_weights
     from ..runtime.session import load

@@ -8,6 +8,7 @@ import json as json_lib
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +19,17 @@ from .common import devices, err, find_function, out, print_json, user_code
 NAME = "run"
 HELP = "Train: run an artifact over data and save the weights."
 EXAMPLE = "Example: tilework run out/lenet.pef --data digits --epochs 2"
+
+
+class Place(StrEnum):
+    device = "device"
+    host = "host"
+
+
+class How(StrEnum):
+    auto = "auto"
+    ring = "ring"
+    hierarchical = "hierarchical"
 
 
 def _data(incomplete: str) -> list[str]:
@@ -40,16 +52,22 @@ def command(
     seed: Annotated[int, typer.Option(metavar="N", help="Seed for dropout and for the order of digits.")] = 0,
     tiles: Annotated[str | None, typer.Option(metavar="TILES", help="Tiles of its own: 4, chips:1, gpus:1, all.")] = None,
     threads: Annotated[int | None, typer.Option(metavar="N", help="CPU threads. All cores by default.")] = None,
+    reduce: Annotated[Place, typer.Option(help="With several ranks: where gradients are averaged.")] = Place.device,
+    algorithm: Annotated[How, typer.Option(help="With several ranks: how the host averages them.")] = How.auto,
+    shard: Annotated[bool, typer.Option("--shard", help="Share out the optimizer state among the ranks.")] = False,
     nan_error: Annotated[bool, typer.Option("--nan-error", help="Stop with an error when the loss is not a number.")] = False,
     log: Annotated[Path | None, typer.Option(metavar="FILE", help="Write step and loss as JSON lines.")] = None,
     trust: Annotated[bool, typer.Option("--trust", help="Accept a file that other users could have changed.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:  # fmt: skip
     from ..errors import UserError
+    from ..parallel import launched, start
     from ..runtime.session import load
 
+    group = start() if launched().size > 1 else None
     session = load(artifact, device=device, weights=weights, num_threads=threads, seed=seed, nan_error=nan_error, trust=trust,
-                   tiles=tiles)  # fmt: skip
+                   tiles=tiles, group=group, reduce=reduce.value, algorithm=algorithm.value,
+                   shard=shard)  # fmt: skip
     values = {}
     for item in hyper or []:
         name, _, text = item.partition("=")
@@ -59,9 +77,14 @@ def command(
             raise UserError("hyper-unknown", f"--hyper {item}", expected="name=number, such as lr=0.01") from None
     session.set(values)
     batches = _batches(data, data_path, session, seed)
+    if group is not None:
+        batches = _of_rank(batches, group.rank, group.size)
     losses: list[float] = []
+    if group is not None:
+        group.barrier()  # ranks begin together: what they wait for each other is not their speed
     begin = last = time.perf_counter()
-    lines = open(log, "w") if log else None  # noqa: SIM115
+    first = group is None or group.rank == 0  # of several ranks one speaks, and writes files
+    lines = open(log, "w") if log and first else None  # noqa: SIM115
     try:
         for epoch in range(epochs):
             left = None if steps is None else steps - len(losses)
@@ -71,7 +94,7 @@ def command(
                     if lines:
                         lines.write(json_lib.dumps({"step": len(losses), "epoch": epoch + 1, "loss": loss}) + "\n")
                 now = time.perf_counter()
-                if not json and now - last > 2.0:
+                if not json and first and now - last > 2.0:
                     err.print(f"epoch {epoch + 1}/{epochs}, step {len(losses)}: loss {losses[-1]:.4f}, "
                               f"{len(losses) / (now - begin):.0f} steps/s", markup=False)  # fmt: skip
                     last = now
@@ -83,16 +106,49 @@ def command(
         raise UserError("data-empty", "the data contained no complete batch", found=data,
                         expected=f"at least {session.manifest.signature.num_rows} rows")  # fmt: skip
     if save:
-        session.save(save)
+        session.gather()
+        if first:
+            session.save(save)
+    if session.shards is not None and first and not json:
+        err.print(session.shards.describe(), markup=False)
+    ranks = _over_ranks(session, len(losses), took) if group is not None else {}
+    if not first:
+        return
     summary = {"steps": len(losses), "seconds": round(took, 3), "steps_per_second": round(len(losses) / took, 1),
                "first_loss": losses[0], "last_loss": losses[-1], "device": session.device_name,
-               "saved": str(save) if save else None, "log": str(log) if log else None}  # fmt: skip
+               "saved": str(save) if save else None, "log": str(log) if log else None, **ranks}  # fmt: skip
     if json:
         print_json(summary)
     else:
         tail = losses[-max(1, len(losses) // 20) :]
         out.print(f"{len(losses)} steps in {took:.2f} s ({len(losses) / took:.0f} steps/s) on {session.device_name}; "
                   f"loss {losses[0]:.4f} -> {sum(tail) / len(tail):.4f}" + (f"; saved {save}" if save else ""))  # fmt: skip
+        if ranks:
+            each = ", ".join(f"{v:.0f}" for v in ranks["samples_per_second_by_rank"])
+            out.print(f"{ranks['ranks']} ranks: {each} samples/s, {ranks['samples_per_second']:.0f} together; "
+                      f"efficiency {1 - ranks['reduce_share']:.1%}, the rest of the time went into reduce",
+                      markup=False)  # fmt: skip
+
+
+def _of_rank(batches: Callable[[int], Iterable[Any]], rank: int, size: int) -> Callable[[int], Iterable[Any]]:
+    """Every rank its own batches, by turns, and as many as the others: what is left over is left out."""
+
+    def own(epoch: int) -> Iterator[Any]:
+        source = iter(batches(epoch))
+        while len(turn := list(itertools.islice(source, size))) == size:
+            yield turn[rank]
+
+    return own
+
+
+def _over_ranks(session: Any, steps: int, took: float) -> dict[str, Any]:
+    rows = session.manifest.signature.num_rows or 1
+    times = session.page.times()
+    busy = sum(v for k, v in times.items() if k != "idle") or 1.0
+    told = session.group.tell({"rate": steps * rows / took, "reduce": times["reduce"] / busy})
+    return {"ranks": session.group.size, "samples_per_second_by_rank": [round(t["rate"], 1) for t in told],
+            "samples_per_second": round(sum(t["rate"] for t in told), 1),
+            "reduce_share": round(sum(t["reduce"] for t in told) / len(told), 4)}  # fmt: skip
 
 
 def _trained(session: Any, batches: Iterable[Any], limit: int | None) -> Iterator[list[float]]:

@@ -31,8 +31,8 @@ EXAMPLE = "Example: tilework top --interval 2"
 
 # What a tile does most: (letter, colour). The letter says the same without colour.
 _SHOWN = {"free": ("·", "bright_black"), "idle": ("o", "yellow"), "exec": ("█", "green"), "load": ("L", "magenta"),
-          "copy": ("C", "cyan"), "save": ("S", "blue"), "wait": ("W", "bright_yellow"), "hung": ("!", "bold red"),
-          "drained": ("x", "red")}  # fmt: skip
+          "copy": ("C", "cyan"), "save": ("S", "blue"), "wait": ("W", "bright_yellow"), "reduce": ("R", "bright_cyan"),
+          "hung": ("!", "bold red"), "drained": ("x", "red")}  # fmt: skip
 _SHORTEST, _LONGEST = 0.2, 86400.0  # seconds between two looks
 _ROW = "{:>7} {:<9} {:>5} {:>5} {:>10} {:>9} {:>9} {:>7}"
 

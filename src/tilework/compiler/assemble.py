@@ -43,6 +43,7 @@ static const int operands[] = {{{", ".join(map(str, operands))}}};
 static const tilework::PieceCall calls[] = {{{", ".join(calls)}}};
 static tilework::Pieces* made = nullptr;
 static AtenTensorHandle* prepared_for = nullptr;
+static tilework::Watcher watcher;
 {updates}
 static void release() {{
   if (made) made->release();
@@ -54,10 +55,15 @@ static void run(AtenTensorHandle* buffers) {{
     made->prepare(buffers);{prepared}
     prepared_for = buffers;
   }}
-  made->run();{run}
+  made->run(watcher);{run}
 }}
 """
-    return f"// Tilework program {graph.name}, in pieces\n{declared}\n" + program_entry(graph, code, graph.name)
+    watch = f"""
+extern "C" __attribute__((visibility("default"))) void tilework_watch_{graph.name}(void (*after)(void*, int64_t), void* whom) {{
+  entry_{graph.name}::watcher = {{after, whom}};
+}}
+"""
+    return f"// Tilework program {graph.name}, in pieces\n{declared}\n" + program_entry(graph, code, graph.name) + watch
 
 
 def _values(cut: Cut) -> tuple[dict[str, int], list[tuple[str, int, int, TensorType]], int]:

@@ -210,6 +210,7 @@ def make_manifest(name: str, made: Made, weights: Weights, verification: Verific
     step: StepGraph = planned.step
     options = planned.options
     torch_version = [int(p) for p in torch.__version__.split("+")[0].split(".")[:2]]
+    grouped = buckets(planned)
     return Manifest(
         format=list(FORMAT_VERSION),
         name=name,
@@ -236,12 +237,13 @@ def make_manifest(name: str, made: Made, weights: Weights, verification: Verific
                 temporary_bytes=planned.costs[p].temporary_bytes,
                 parallel=planned.costs[p].parallel,
                 called=list(planned.called.get(p, ())),
+                completes=completes(planned, p, grouped),
             )
             for p, g in planned.programs.items()
         },
         buffers={b: TensorEntry.of(t) for b, t in planned.buffers.items()},
         native=sorted(built.members),
-        buckets=buckets(planned),
+        buckets=grouped,
         weights=weights,
         metadata=step.metadata,
         fingerprint=Fingerprint(
@@ -279,3 +281,22 @@ def buckets(planned: Plan) -> list[Bucket]:
             room.clear()
         room.append(buffer)
     return found + [Bucket(dtype=dtype, buffers=room) for dtype, room in open_.items() if room]
+
+
+def completes(planned: Plan, program: str, grouped: Sequence[Bucket]) -> list[int]:
+    """After which call of a program's pieces each bucket is complete. Buckets are reduced in their order, so one that is complete
+    before the one ahead of it counts with that."""
+    cut = planned.cuts.get(program)
+    if cut is None or planned.options.num_replicas == 1 or planned.roles.get(program) != "accumulate":
+        return []
+    last: dict[str, int] = {}
+    for at, call in enumerate(cut.calls):
+        graph = cut.pieces[call.piece]
+        for buffer, value in zip(graph.buffers, call.values, strict=True):
+            if buffer in graph.written:
+                last[cut.base(value)] = at
+    found, latest = [], 0
+    for bucket in grouped:
+        latest = max([latest, *(last.get(b, 0) for b in bucket.buffers)])
+        found.append(latest)
+    return found

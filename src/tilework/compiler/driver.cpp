@@ -52,6 +52,12 @@ struct Random {     // seed of a micro-batch = splitmix64(base + counter); the c
   int64_t* seed;
 };
 
+struct Reduction {  // of gradients over replicas (exchange.cpp), between micro-batches and update; finish null: one replica alone
+  void (*begin)(void*);  // before the last micro-batch
+  int (*finish)(void*, char*, size_t);
+  void* exchange;
+};
+
 struct Call {
   int64_t num_steps;
   int64_t num_micro_batches;  // calls of `micro` to one call of `update`
@@ -73,11 +79,12 @@ struct Call {
   int64_t num_restored;
   int64_t counts;             // whether its steps count as steps: not those of fwd or bwd alone
   const float* shown_loss;    // the loss that its programs compute, for the page; null: none
+  Reduction reduction;
 };
 
 // runtime/devices/cpu.py has the same numbers, and refuses a driver with others. Count the first one up, here and there, where a
 // field or an enum changes its meaning.
-EXPORT const int64_t tilework_driver_layout[] = {3, sizeof(Program), sizeof(Copy), sizeof(Backup), sizeof(Random), sizeof(Call)};
+EXPORT const int64_t tilework_driver_layout[] = {4, sizeof(Program), sizeof(Copy), sizeof(Backup), sizeof(Random), sizeof(Call)};
 
 static int64_t next_seed(Random* r) {
   r->counter += 1;
@@ -312,8 +319,8 @@ class Threads {
 // have lost the CPU, and may be less urgent than we are.
 enum SlotField { kState = 1, kSince = 2, kSteps = 3, kLoss = 4 };
 enum RecordField { kSequence = 0, kLock = 1, kCounts = 2, kNow = 3, kNowSince = 4, kFirst = 6 };
-enum State { kExec = 1, kArguments = 3 };
-enum { kBits = 12 };  // of a state in the counts: how many sessions are in it
+enum State { kExec = 1, kArguments = 3, kReduce = 6 };
+enum { kBits = 10 };  // of a state in the counts: how many sessions are in it
 static int64_t* record = nullptr;
 static int64_t* slot = nullptr;
 
@@ -389,7 +396,7 @@ static int undo(Call* call, uint64_t drawn) {
   return 2;
 }
 
-// 0: done. 1: a program failed, `error` says why. 2: a loss is not a number.
+// 0: done. 1: a program failed, `error` says why. 2: a loss is not a number. 3: other replicas did not come, `error` says which.
 EXPORT int tilework_call(Call* call, char** addresses, char* error, size_t size) {
   if (pinned && !neighbours.crowded()) leave_worker_core();
   Metered metered;
@@ -418,6 +425,7 @@ EXPORT int tilework_call(Call* call, char** addresses, char* error, size_t size)
           memcpy(c.buffer, addresses[c.address], c.bytes);
       }
       if (call->random) *call->random->seed = next_seed(call->random);
+      if (call->reduction.finish && micro + 1 == call->num_micro_batches) call->reduction.begin(call->reduction.exchange);
       enter(kExec);
       if (call->micro.run(call->micro.buffers, error, size)) return 1;
       enter(kArguments);
@@ -426,6 +434,10 @@ EXPORT int tilework_call(Call* call, char** addresses, char* error, size_t size)
         give(call->outputs[i], addresses[call->outputs[i].address], at, at + 1 == total);
       for (int64_t i = 0; i < call->num_watched; ++i)
         if (is_nan(call->watched[i])) return undo(call, drawn);
+    }
+    if (call->reduction.finish) {
+      enter(kReduce);
+      if (call->reduction.finish(call->reduction.exchange, error, size)) return 3;
     }
     if (call->update.run) {
       enter(kExec);

@@ -264,3 +264,8 @@ def glibc_needed(libraries: Sequence[bytes]) -> list[int]:
     """The newest glibc version that the libraries ask for, read from their symbol versions."""
     found = [tuple(map(int, m.split(b"."))) for lib in libraries for m in re.findall(rb"GLIBC_(\d+\.\d+)\0", lib)]
     return list(max(found, default=(2, 17)))
+
+
+def own_library(file: Path, options: Options, scratch: Path, *, folder: Path) -> bytes:
+    """A file of ours that artifacts carry as a library of its own: the driver, the exchange."""
+    return shared_library(file.read_text(), options, scratch, file.stem, None, folder)

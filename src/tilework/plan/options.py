@@ -30,6 +30,7 @@ class Options:
     # With several replicas the update is a separate program, so that gradients can be reduced before it. Such an artifact runs
     # with any number of replicas.
     num_replicas: int = 1  # how many replicas to plan for
+    num_shards: int = 1  # parts of the update that replicas can share out, each keeping its own parts' optimizer state
     piece_size: int = 400  # longer programs (in operators) are compiled in pieces, on several cores
     disable: tuple[str, ...] = ()  # planning passes to turn off
 
@@ -46,6 +47,10 @@ class Options:
             problems.append(f"opt_level: found {self.opt_level}, expected 0 to 3")
         if self.num_replicas < 1:
             problems.append(f"num_replicas: found {self.num_replicas}, expected 1 or more")
+        if not 1 <= self.num_shards <= 256:
+            problems.append(f"num_shards: found {self.num_shards}, expected 1 to 256")
+        if self.num_shards > 1 and self.num_replicas == 1:
+            problems.append("num_shards: needs num_replicas=2 or more; one replica has nobody to share with")
         if self.piece_size < 1:
             problems.append(f"piece_size: found {self.piece_size}, expected 1 or more")
         problems += [f"disable: no pass {p!r}; {did_you_mean(p, PASSES)}" for p in self.disable if p not in PASSES]

@@ -14,10 +14,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 from ..artifact.graph import Graph, Node, Ref, TensorType
 from ..artifact.names import Kind
+from .gathered import Gathered, find_gathered, picked
 from .layout import layouts_across
 from .repeats import IN_PLACE, RANDOM, Listing, Segment
 from .together import Updates, find_updates
@@ -63,19 +65,49 @@ class Cut:
 def cut(graph: Graph, size: int) -> Cut | None:
     """The program in pieces, what does not repeat in pieces of about `size` nodes. None where little would be gained, or where it
     cannot be done."""
+    graph = picked(graph)
     views = find_views(graph)
     across = layouts_across(graph, views)
     updates = find_updates(graph, views, across)
-    listing = Listing(graph, views, {name for u in updates for name in u.nodes}, across)
-    segments, repeated = listing.segments(size)
-    if repeated + sum(len(u.nodes) for u in updates) < ENOUGH and len(listing.nodes) < 1.5 * size:
-        return None
-    return _Cutting(listing, segments, updates).run()
+    by_updates = {name for u in updates for name in u.nodes}
+    apart: set[str] = set()  # what is gathered within a stretch that repeats
+    while True:
+        changed, gathered = find_gathered(graph, views, across, by_updates | apart)
+        listing = Listing(changed, views, {*by_updates, *gathered.wholes}, across)
+        segments, repeated = listing.segments(size)
+        if repeated + sum(len(u.nodes) for u in updates) < ENOUGH and len(listing.nodes) < 1.5 * size:
+            return None
+        segments, within = _divided(segments, listing, gathered)
+        if not within:
+            break
+        apart |= within
+    return _Cutting(listing, segments, updates, gathered).run()
+
+
+def _divided(segments: Sequence[Segment], listing: Listing, gathered: Gathered) -> tuple[list[Segment], set[str]]:
+    """The segments, none of which makes a part of something gathered and also reads the whole: a piece stores its results at its
+    end. And what cannot be divided so, because the stretch repeats."""
+    made = dict.fromkeys(gathered.wholes, 0)  # whole -> where its last part has been made
+    for part, place in gathered.parts.items():
+        made[place.base] = max(made[place.base], listing.position[part] + 1)
+    read = {name: [i for i, n in enumerate(listing.nodes) if name in map(listing.base, n.refs())] for name in made}
+    fences: set[int] = set()
+    within = set()
+    for segment in segments:
+        both = {name for name, at in made.items() if segment.start < at and any(at <= i < segment.stop for i in read[name])}
+        both &= {place.base for part, place in gathered.parts.items() if segment.start <= listing.position[part] < segment.stop}
+        fences |= {made[name] for name in both}
+        within |= both if segment.family >= 0 else set()
+    found = []
+    for segment in segments:
+        cuts = [segment.start, *sorted(at for at in fences if segment.start < at < segment.stop), segment.stop]
+        found += [replace(segment, start=a, stop=b) for a, b in pairwise(cuts)]
+    return found, within
 
 
 class _Cutting:
-    def __init__(self, listing: Listing, segments: Sequence[Segment], updates: list[Updates]) -> None:
-        self.listing, self.segments, self.updates = listing, segments, updates
+    def __init__(self, listing: Listing, segments: Sequence[Segment], updates: list[Updates], gathered: Gathered) -> None:
+        self.listing, self.segments, self.updates, self.gathered = listing, segments, updates, gathered
         self.graph, self.made, self.nodes, self.position = listing.graph, listing.made, listing.nodes, listing.position
         self.segment_of = {i: s for s, segment in enumerate(segments) for i in range(segment.start, segment.stop)}
         self.crossing = self._crossing()
@@ -114,7 +146,7 @@ class _Cutting:
                     found.add(base)
         found |= {self.listing.base(name) for u in self.updates for name in u.inputs()}
         found |= {self.listing.base(value) for _, value in self.graph.writes}
-        return found & set(self.position)
+        return (found | set(self.gathered.parts)) & set(self.position)
 
     def _arrange_writes(self) -> bool:
         """Decides how each write of the program is done. False: there is no way."""
@@ -274,9 +306,12 @@ class _Cutting:
 
     def _value(self, name: str) -> str:
         """The value of the program behind a name of the graph."""
-        view = self.listing.views.get(name)
+        view = self.listing.views.get(name) or self.gathered.parts.get(name)
         if view is not None:
-            self.result.views[name] = replace(view, base=self._value(view.base))
+            base = self._value(view.base)
+            outer = self.result.views.get(base)
+            start = (outer.base, outer.offset) if outer else (base, 0)
+            self.result.views[name] = View(start[0], view.type, start[1] + view.offset)
         elif name in self.bound:
             return self.bound[name]
         elif name in self.made:
@@ -316,12 +351,23 @@ class _Cutting:
             graph = result.pieces[call.piece]
             value = dict(zip(graph.buffers, call.values, strict=True))
             now = [value[b] for b in graph.buffers if b in graph.written]
-            read = {result.base(value[b]) for b in graph.reads if b not in graph.written}
+            seen = [value[b] for b in graph.reads if b not in graph.written]
+            read = set(map(result.base, seen))
             values_of_buffers = set(self.bound.values())
             if len(set(now)) < len(now) or read & set(now) or (read & written & own) - values_of_buffers:
                 return False
+            if any(self._meet(a, b) for a in now if a in self.gathered.parts for b in seen):
+                return False
             written |= set(now)
         return True
+
+    def _meet(self, part: str, other: str) -> bool:
+        """Whether another value lies where a part of something gathered does."""
+        place = self.result.views[part]
+        if self.result.base(other) != place.base:
+            return False
+        view = self.result.views.get(other)
+        return view is None or (view.offset < place.offset + place.type.extent and place.offset < view.offset + view.type.extent)
 
 
 @dataclass

@@ -23,6 +23,7 @@ from .layout import channels_last
 from .options import Options
 from .pieces import Cut, cut
 from .products import products
+from .shards import parts
 from .sums import sums
 from .updates import updates
 from .verify import verify
@@ -175,5 +176,7 @@ def _programs(step: StepGraph, options: Options) -> dict[str, tuple[Graph, tuple
         made |= {name: (sections[name], (name,)) for name in ("fwd", "bwd") if name in sections}
     if "opt" in sections and ("bwd" in made or "accumulate" in made):
         made["opt"] = sections["opt"], ("opt",)
+        if options.num_shards > 1:
+            made |= {role: (graph, ("opt",)) for role, graph in parts(sections["opt"], options.num_shards).items()}
     made["infer"] = sections["infer"], ("infer",)
     return made

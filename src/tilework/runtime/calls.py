@@ -85,9 +85,10 @@ class Calls:
         *,
         parts: int | None = None,
         update: bool = True,
+        reduce: bool = False,
     ) -> Prepared:
         """Everything about a kind of call that does not depend on its inputs, worked out once."""
-        key = (role, num_steps, wanted if isinstance(wanted, str) else tuple(wanted.items()), scheduled, parts, update)
+        key = (role, num_steps, wanted if isinstance(wanted, str) else tuple(wanted.items()), scheduled, parts, update, reduce)
         found = self.ready.get(key)
         if found is not None:
             return found
@@ -118,6 +119,7 @@ class Calls:
             zeroed=tuple(b for b in writes if is_kind(b, *SUMMED)) if accumulates else (),
             seeds="own" if infer else "next",
             counts=role != "fwd" and update,
+            reduce=reduce,
             shown_loss=losses[0] if losses else None,
             watched=tuple(watched),
             restored=tuple(sorted(b for b in changed if is_kind(b, *WEIGHTS, Kind.CONST))),
@@ -128,7 +130,9 @@ class Calls:
     def section(self, role: str) -> None:
         """Runs a section that takes nothing from the caller and gives nothing back."""
         if role not in self._bound:
-            self._bound[role] = self._bind(Call(micro=self.signature.programs[role], seeds="keep", counts=role == "opt"))
+            self._bound[role] = self._bind(
+                Call(micro=self.signature.programs[role], seeds="keep", counts=role in ("opt", "opt_0"))
+            )
         self._bound[role].run((), ())
 
     def need(self, role: str) -> None:

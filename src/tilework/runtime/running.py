@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from ..artifact.manifest import Manifest
 from ..artifact.names import Buffer, Kind, is_kind
 from ..errors import TileworkError, UserError
-from ..tiles.page import COPY, WAIT, Slot
+from ..tiles.page import COPY, REDUCE, Slot
 from .arguments import InputPlan
 from .calls import Calls, Prepared
 from .checks import broken_off, raise_failed
@@ -19,6 +19,9 @@ from .parts import Parts, grads_of_part, require_grads
 from .reducing import Reducer
 from .results import Result
 from .sync import Buffers
+
+if TYPE_CHECKING:
+    from ..parallel.shards import Shards
 
 OutGrads = Mapping[str, Tensor] | Sequence[Tensor | None]
 
@@ -29,6 +32,10 @@ class Running:
     def __init__(self, manifest: Manifest, calls: Sequence[Calls], memory: Buffers, page: Slot, *, nan_error: bool) -> None:
         self.manifest, self.calls, self.memory, self.page, self.nan_error = manifest, calls, memory, page, nan_error
         self.reducer: Reducer | None = None
+        self.natively = False  # whether the device itself reduces, within the call
+        self.num_ranks = 1  # that train together (join)
+        self._is_reduced = False  # whether the gradients of the last backward are those of all of them by now
+        self.shards: Shards | None = None  # the parts of the update that are this replica's
         self.newest = calls[0]  # the signature that ran last
         self._only = len(calls) == 1
         self.num_steps = 0
@@ -98,9 +105,7 @@ class Running:
     ) -> Result:
         """Whole steps of one replica among several: gradients, their reduction, the update; again for each step."""
         update = "opt" in calls.programs
-        if "accumulate" not in calls.programs or (self.manifest.groups and not update):
-            raise UserError("run-reduce", "this artifact's step cannot wait for the gradients of other replicas",
-                            found="programs: " + ", ".join(calls.programs), fix="compile with num_replicas=2")  # fmt: skip
+        self.require_replicas(calls)
         plan, outputs, one = (
             calls.inputs_of("accumulate", steps),
             calls.outputs_of(wanted, steps),
@@ -116,19 +121,34 @@ class Running:
                 raise self._explained(calls, e) from e
             self.kept_gradients = calls.gradients["accumulate"]
             self._reduce()
-            if update:
+            if self.shards is not None:
+                self._update_own(calls, self.shards)
+            elif update:
                 calls.section("opt")
             self.num_steps += 1
         self.forget_forward()
         self.newest = calls
         return Result(outputs, raw)
 
+    def _update_own(self, calls: Calls, shards: Shards) -> None:
+        for role in (*shards.own, *shards.rest):
+            calls.section(role)
+        with self.page.beside(REDUCE):
+            shards.exchange()
+
+    def require_replicas(self, calls: Calls) -> None:
+        if "accumulate" not in calls.programs or (self.manifest.groups and "opt" not in calls.programs):
+            raise UserError("run-reduce", "this artifact's step cannot wait for the gradients of other replicas",
+                            found="programs: " + ", ".join(calls.programs),
+                            fix="compile with num_replicas=2 (--replicas 2); it then runs with any number")  # fmt: skip
+
     def _reduce(self) -> None:
         """Gradients become the mean, or the sum, over all replicas. With one there is nothing to do."""
         if self.reducer is not None:
             self.memory.synchronize()
-            with self.page.beside(WAIT):
+            with self.page.beside(REDUCE):
                 self.reducer.reduce(self.memory.buckets)
+            self._is_reduced = True
 
     # ---- section by section ----
 
@@ -183,6 +203,7 @@ class Running:
                             fix="give out_grads={name: gradient, ...}")  # fmt: skip
         self._beyond_loss = self._beyond_loss and given
         calls.section("bwd")
+        self._is_reduced = False
         self.kept_gradients = calls.gradients["bwd"]
         self._default_out_grads(calls)
 
@@ -208,12 +229,16 @@ class Running:
         # Those of inputs are the last micro-batch's alone, and so are not kept.
         kept = calls.gradients["accumulate" if out_grads is None else "bwd"]
         self.kept_gradients = frozenset(b for b in kept if is_kind(b, Kind.GRAD))
+        self._is_reduced = False
         self._forward_of, self._parts, self.newest = None, parts, calls
         return Result(None, []) if again else result
 
     def _update(self, calls: Calls) -> None:
         calls.need("opt")
         needed = {b for b in calls.programs["opt"].buffers if is_kind(b, Kind.GRAD)}
+        if self.num_ranks > 1 and not self._is_reduced:
+            raise UserError("run-reduce", "opt would use this rank's own gradients, and the ranks would drift apart",
+                            fix="run the section reduce between bwd and opt, or leave out sections=")  # fmt: skip
         if not needed <= self.kept_gradients:
             raise UserError("run-order", "opt needs gradients, and no bwd has made any", fix="run bwd before opt")
         held = {Kind.GRAD.of(p.name) for p in self.manifest.parameters if p.group is not None}
@@ -221,7 +246,10 @@ class Running:
             raise UserError("run-out-grads", "the optimizer updates only parameters that the step's loss reaches",
                             found=f"gradients for {', '.join(sorted(Buffer(b).name for b in others))} as well",
                             fix="compile with loss=None, so that gradients come from out_grads alone")  # fmt: skip
-        calls.section("opt")
+        if self.shards is not None:
+            self._update_own(calls, self.shards)
+        else:
+            calls.section("opt")
         self.forget_forward()
         self.num_steps += 1
 

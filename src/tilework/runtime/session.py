@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import builtins
 import operator
+import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,7 @@ from .arguments import by_name, joined
 from .calls import Calls
 from .checks import raise_failed
 from .devices import NotANumber, device_class, rank_base
+from .devices.host import HostMemory
 from .fitting import require
 from .hyper import part_of, resolve
 from .leasing import Footing
@@ -38,6 +40,10 @@ from .loader import Chunk
 from .reducing import Reducer
 from .results import Result
 from .running import OutGrads, Running, no_gradients
+
+if TYPE_CHECKING:
+    from ..parallel.group import Group
+    from ..parallel.shards import Shards
 
 
 class Session:
@@ -63,6 +69,9 @@ class Session:
         require(self.manifest.fingerprint, self.device_name, artifact.path)
         self.nan_error = nan_error
         self.rank = rank
+        self.group: Group | None = None
+        self.joined: dict[str, Any] = {}  # how, as join() takes it
+        self._gathered_at = -1
         self._closed = self._freed = False
         kind = device_class(self.device_name)
         self._computes = kind.computes
@@ -163,9 +172,84 @@ class Session:
     def reduce_with(self, reducer: Reducer | None) -> None:
         """Make this session one of several replicas: between bwd and opt, `reducer` combines their gradients. The artifact must
         be compiled for replicas (num_replicas)."""
-        self._running.reducer = reducer
+        self._running.reducer, self._running.natively = reducer, False
         for calls in self.calls:
             calls.ready.clear()
+
+    def join(
+        self,
+        group: Group,
+        *,
+        reduce: Literal["device", "host"] = "device",
+        algorithm: Literal["auto", "ring", "hierarchical"] = "auto",
+        average: bool = True,
+        overlap: bool | None = None,
+        shard: bool = False,
+    ) -> None:
+        """Make this session one of several replicas, one for each rank of the group (tilework.parallel.start). Every rank calls
+        it. Weights and optimizer state become rank 0's; from then on each step's gradients are averaged over all ranks.
+
+        reduce      "device": inside the native step, through memory that the ranks of a machine share; "host": between the
+                    native calls, by torch.distributed.
+        algorithm   how the host reduces: along one ring, or within each machine first (hierarchical); "auto" measures both.
+        average     False: gradients are added up.
+        overlap     reduce gradients while the backward pass makes the others. By default where ranks are on several machines.
+        shard       each rank updates some of the parameters and keeps only their optimizer state; for an artifact that was
+                    compiled with num_shards. Before save(), every rank calls gather().
+        """
+        from ..parallel.replicas import joined
+
+        with self._lock:
+            for calls in self.calls:
+                if calls.fused:
+                    self._running.require_replicas(calls)
+            self.group, self.rank = group, group.rank
+            self.joined = {"reduce": reduce, "algorithm": algorithm, "average": average, "overlap": overlap,
+                           "shard": shard}  # fmt: skip
+            self.seed(self._seed)
+            reducer, native = joined(group, self._device, reduce, algorithm, average=average, overlap=overlap)
+            self.reduce_with(reducer if group.size > 1 else None)
+            self._running.natively = native and group.size > 1 and not shard
+            self._running.num_ranks = group.size
+            if self._has_weights:
+                self._equal_weights()
+            if shard and group.size > 1:
+                from ..parallel.shards import Shards
+
+                memory = self._device.memory
+                if not isinstance(memory, HostMemory):
+                    raise UserError("run-shards", f"the device {self.device_name} cannot share out the update")
+                self._running.shards = Shards(group, self.manifest, self._first.signature, memory.tensors)
+
+    @property
+    def shards(self) -> Shards | None:
+        """Which parts of the update are this rank's, and what memory that takes."""
+        return self._running.shards
+
+    def gather(self) -> None:
+        """Bring the optimizer state of all ranks here, for save() and to_host(). Every rank calls it. The next step gives the
+        memory back. Without sharding there is nothing to do."""
+        with self._lock:
+            if self._running.shards is not None:
+                self._running.shards.gather()
+                self._gathered_at = self.num_steps
+
+    def _need_state(self) -> None:
+        if self._running.shards is not None and self._gathered_at != self.num_steps:
+            raise UserError("run-shards", "the optimizer state is shared out among the ranks",
+                            fix="every rank calls session.gather() first")  # fmt: skip
+
+    def _equal_weights(self) -> None:
+        if self.group is not None and self.group.size > 1:
+            from ..parallel.group import equal
+
+            with self.page.during(WAIT):
+                names = [b for b in self.memory if is_kind(b, *WEIGHTS)]
+                tensors = {b: self.memory.read(b) for b in names}
+                equal(self.group, list(tensors.values()))
+                if self.group.rank:
+                    for name, tensor in tensors.items():
+                        self.memory.write(name, tensor)
 
     # ---- running ----
 
@@ -252,12 +336,14 @@ class Session:
         whole = fused and (not wanted or wanted >= set(calls.sections) - {"reduce"})
         if "opt" in wanted or whole:
             self._advise()
-        if self._running.reducer is not None:  # sections that are named do what they say, and no more
-            if whole and (sections is None or ("reduce" in wanted and "accumulate" in calls.programs)):
-                return self._running.reduced(calls, inputs, num_steps, outputs, schedule)
-        elif whole:
+        reduces = self._running.reducer is not None
+        if reduces and not (whole and (sections is None or ("reduce" in wanted and "accumulate" in calls.programs))):
+            whole = False  # sections that are named do what they say, and no more
+        if whole and reduces and not self._running.natively:
+            return self._running.reduced(calls, inputs, num_steps, outputs, schedule)
+        if whole:
             assert calls.fused is not None
-            prepared = calls.prepare(calls.fused, num_steps, outputs, tuple(schedule))
+            prepared = calls.prepare(calls.fused, num_steps, outputs, tuple(schedule), reduce=reduces)
             if not schedule and isinstance(outputs, str):
                 calls.ready[num_steps, outputs] = prepared
             return self._running.fused(calls, prepared, inputs, num_steps, tuple(schedule.values()))
@@ -380,6 +466,7 @@ class Session:
             hosts.remember(self.artifact.digest, model, optimizers, loss)
             self._has_weights = True
             self._running.forget_forward()
+            self._equal_weights()
 
     def to_host(
         self,
@@ -393,6 +480,7 @@ class Session:
             tensors = sync.by_buffer(self.manifest, sync.host_tensors(model, loss))
             self.memory.give(tensors)
             if optimizer is not None:
+                self._need_state()
                 sync.optimizers_to_host(self.memory, sync.several(optimizer), tensors)
 
     # ---- checkpoints ----
@@ -401,6 +489,7 @@ class Session:
         """Save everything that training changes as safetensors, atomically. load() continues from there."""
         with self.page.beside(SAVE):  # only the copy keeps others from running: files are slow
             with self._lock:
+                self._need_state()
                 tensors = self.memory.read_all(*WEIGHTS)
                 notes = {"artifact": self.artifact.digest, "num_steps": self.num_steps, "random": self.random_state()}
             checkpoint.write(path, tensors, notes)
@@ -429,6 +518,7 @@ class Session:
                 self.memory.fill(name, initial.get(name, 0))
         self._has_weights = True
         self._running.forget_forward()
+        self._equal_weights()
 
     def barrier(self) -> None:
         """Wait for the other ranks of torch.distributed, if it is initialized. Shown as `wait` in the tile tools."""
@@ -479,6 +569,10 @@ def load(
     rank: int = 0,
     trust: bool = False,
     tiles: str | int | None = None,
+    group: Group | None = None,
+    reduce: Literal["device", "host"] = "device",
+    algorithm: Literal["auto", "ring", "hierarchical"] = "auto",
+    shard: bool = False,
 ) -> Session:
     """Open an artifact: verified, no compiler, no tracing, no model source. The device is the artifact's own by default.
 
@@ -487,15 +581,21 @@ def load(
     nan_error  an error where a loss is not a number; the step at fault changes nothing. Costs a copy of the weights a step.
     tiles      tiles of its own: a number, "chips:2", "gpus:1", "0-3,8", a path (docs/tiles.md); it waits until they are free. By
                default none: it shares the machine, and starts at once. TILEWORK_TILES overrides it.
+    group      the ranks of tilework.parallel.start(): the session is one of as many replicas, each with its share of the cores.
+               `reduce`, `algorithm` and `shard` are those of Session.join.
     """
     if not Path(path).is_file():
         read_artifact(path, trust=trust)  # says what is wrong, before anybody waits for tiles
+    if group is not None and tiles is None and not os.environ.get("TILEWORK_TILES"):
+        group.take_cores()
     footing = Footing(tiles)
     try:
         with footing.page.during(LOAD):
             artifact = read_artifact(path, trust=trust)
             session = Session(artifact, device=device, weights=weights, num_threads=num_threads, seed=seed,
                               nan_error=nan_error, rank=rank, footing=footing)  # fmt: skip
+            if group is not None:
+                session.join(group, reduce=reduce, algorithm=algorithm, shard=shard)
     except BaseException:
         footing.close()
         raise

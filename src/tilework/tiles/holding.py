@@ -8,7 +8,6 @@ import contextlib
 import faulthandler
 import math
 import os
-import re
 import shlex
 import signal
 import sys
@@ -16,6 +15,7 @@ import threading
 from collections.abc import Callable
 
 from ..errors import UserError
+from ..parallel.environment import ranks_on_node
 from . import client
 from .asks import SHARED
 from .client import Lease
@@ -88,12 +88,12 @@ def hold(tiles: str | int | None = None, report: Callable[[str], None] | None = 
 
 def one_chip() -> str:
     """What a frontend asks for whose users expect tiles: one chip; of ranks on one node each a share of it, so that all fit."""
-    ranks = _local_ranks()
+    ranks = ranks_on_node()
     return f"share:{ranks}" if ranks > 1 else "chips:1"
 
 
 def _take(held: Held, text: str, say: Callable[[str], None]) -> None:
-    ranks = _local_ranks()
+    ranks = ranks_on_node()
     if ranks > 1:
         _check_ranks(ranks)
     could = set(_before) or os.sched_getaffinity(0)
@@ -158,30 +158,6 @@ def _show_stacks(stack: int) -> None:
     with contextlib.suppress(ValueError, OSError, RuntimeError):
         if signal.getsignal(signal.SIGURG) == signal.SIG_DFL:
             faulthandler.register(signal.SIGURG, file=stack, all_threads=True)
-
-
-def _local_ranks() -> int:
-    """Ranks on this node, by whatever launched them; 1 where this process is no rank of anything."""
-    names = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")
-    found = next((int(os.environ[n]) for n in names if os.environ.get(n, "").isdecimal()), None)
-    return max(1, found if found is not None else _slurm_ranks())
-
-
-def _slurm_ranks() -> int:
-    """Tasks of this job step on this node. A batch script is no step, though it knows how many tasks it could start."""
-    node = os.environ.get("SLURM_NODEID", "0")
-    text = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
-    if not text and (os.environ.get("SLURM_STEP_ID") or os.environ.get("SLURM_STEPID")):
-        text = os.environ.get("SLURM_TASKS_PER_NODE", "")
-    left = int(node) if node.isdecimal() else 0
-    for part in text.split(","):  # such as 2(x3),1: three nodes with two tasks, one with one
-        found = re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", part.strip())
-        if found is None:
-            return 1
-        left -= int(found[2] or 1)
-        if left < 0:
-            return int(found[1])
-    return 1
 
 
 def _command() -> str:

@@ -2,7 +2,7 @@
 
 Each session has a slot of its own and writes there alone, one call at a time; slot 0 is the process's. Its second half is the
 process's record: where its time goes. At every moment the process is in one state, whatever its threads do: the first of exec,
-load, copy, save and wait that some session is in, else idle. So the columns are measured, none is counted twice, and they
+load, copy, save, wait and reduce that some session is in, else idle. So the columns are measured, none is counted twice, and they
 add up to the time that went by. A writer makes the record's sequence number odd, changes fields, and makes it even again.
 
 Numbers are int64, times nanoseconds of the monotonic clock, which all processes of a machine share. The native driver
@@ -24,16 +24,16 @@ from dataclasses import dataclass
 
 SIZE, SLOT, RECORD = 16384, 256, 128
 NUM_SLOTS = SIZE // SLOT
-MAGIC = 0x33454C4954  # "TILE3": with the layout, its last letter changes
-COLUMNS = ("idle", "exec", "load", "copy", "save", "wait")
-IDLE, EXEC, LOAD, COPY, SAVE, WAIT = range(6)
+MAGIC = 0x34454C4954  # "TILE4": with the layout, its last letter changes
+COLUMNS = ("idle", "exec", "load", "copy", "save", "wait", "reduce")
+IDLE, EXEC, LOAD, COPY, SAVE, WAIT, REDUCE = range(7)
 # Of a slot. The state lies before the time and is written after it: who reads a state never sees the time of an earlier one.
 _MAGIC, _STATE, _SINCE, _STEPS, _LOSS, _BYTES = range(6)
 _SLOT = struct.Struct("<6q")
-# Of the record. _LOCK is the driver's. _COUNTS: how many sessions are in each state but idle, 12 bits a state.
+# Of the record. _LOCK is the driver's. _COUNTS: how many sessions are in each state but idle, 10 bits a state.
 _SEQUENCE, _LOCK, _COUNTS, _NOW, _NOW_SINCE, _BEGAN, _FIRST = range(7)
-_RECORD = struct.Struct("<12q")
-_BITS = 12
+_RECORD = struct.Struct("<13q")
+_BITS = 10
 _ONE = (0, *(1 << _BITS * i for i in range(len(COLUMNS) - 1)))
 _NO_LOSS = struct.unpack("<q", struct.pack("<d", float("nan")))[0]
 _TRIES = 8
@@ -189,6 +189,10 @@ class Slot:
         finally:
             slot.close()
 
+    def times(self) -> dict[str, float]:
+        """Seconds of the process in each column."""
+        return {c: ns / 1e9 for c, ns in zip(COLUMNS, self._page.read().times, strict=True)}
+
     def add_steps(self, count: int) -> None:
         if self.is_own:
             self._view[_STEPS] += count
@@ -257,7 +261,7 @@ def read(data: bytes, now: int) -> Reading | None:
             if number == 0:
                 return None
             continue
-        if v[_STATE] in (EXEC, WAIT):
+        if v[_STATE] in (EXEC, WAIT, REDUCE):
             stuck = max(stuck, now - v[_SINCE])
         steps += v[_STEPS]
         num_bytes += v[_BYTES]

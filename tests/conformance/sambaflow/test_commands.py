@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -117,19 +118,21 @@ def test_other_starters(app: str, tmp_path: Path) -> None:
 
 
 def test_boilerplate_in_data_parallel(tmp_path: Path) -> None:
-    script = str(STARTERS / "boilerplate" / "sn_boilerplate_main.py")
-    run(tmp_path, script, "compile", "--data-parallel", "-ws", "2", "-b=1", "--pef-name=sn_boilerplate", "--output-folder=pef")
-    said = run(
-        tmp_path,
-        script,
-        "run",
-        "--data-parallel",
-        "--reduce-on-rdu",
-        "--pef=pef/sn_boilerplate/sn_boilerplate.pef",
-        "--limit",
-        "300",
-    )
-    assert "DataParallel run: True" in said and "Step [300/300]" in said and "Test Accuracy" in said
+    """The scripts of the starter as they are, after `tilework site install`, but for where /opt is: compile once, two ranks."""
+    run(tmp_path, "-m", "tilework.cli.main", "site", "install", "--root", str(tmp_path))
+    shutil.copytree(tmp_path / "opt/sambaflow/apps/starters", tmp_path / "apps")
+    folder = tmp_path / "apps" / "boilerplate"
+    said = ""
+    for script, *words in (["compile_dataparallel.sh"], ["run_dataparallel.sh", "--limit", "300"]):
+        text = "source /opt/sambaflow/venv/bin/activate\n" + (folder / script).read_text()  # as users have done in their shell
+        text = text.replace("/opt/", f"{tmp_path}/opt/")
+        done = subprocess.run(["bash", "-c", text, script, *words], cwd=folder, capture_output=True, text=True,
+                              env={**os.environ, "TILEWORK_LEASE": "0"})  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        said = done.stdout
+    assert said.count("DataParallel run: True") == 2 and said.count("Step [150/150]") == 2
+    accuracies = re.findall(r"Test Accuracy: (\S+) Loss: (\S+)", said)
+    assert len(accuracies) == 2 and accuracies[0] == accuracies[1]  # the same weights on both ranks
 
 
 def test_the_program_on_the_page(tmp_path: Path) -> None:

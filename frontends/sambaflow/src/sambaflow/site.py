@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 PLACE = "opt/sambaflow"  # below the root
+MPI = "opt/mpich-3.3.2"  # where scripts look for mpirun
 MARK = ".tilework-site"  # in the folder that we made: only such a folder is ever removed or replaced
 TOOLS = ("tilework", "python", "sntilestat", "snconfig", "snd")
 SERVICE_NAMES = ("snd.service",)  # what `systemctl status` is asked for on such a site
@@ -16,6 +17,20 @@ _TILEWORK_OLD_PATH="$PATH"
 export PATH="{bin}:{tools}:$PATH"
 export VIRTUAL_ENV="{prefix}"
 deactivate () {{ export PATH="$_TILEWORK_OLD_PATH"; unset VIRTUAL_ENV _TILEWORK_OLD_PATH; unset -f deactivate; }}
+"""
+
+
+# A site's own mpirun where there is one: the one that its scripts name comes first, then any other.
+_MPIRUN = """#!/bin/sh
+# Tilework: the mpirun of this machine, under the name that a site's scripts use.
+for found in mpirun.mpich mpiexec.hydra mpirun; do
+  if command -v "$found" >/dev/null 2>&1; then exec "$found" "$@"; fi
+done
+case "$1" in
+  -np|-n) count="$2"; shift 2 ;;
+  *) echo "mpirun: no MPI is installed; without it only mpirun -np N COMMAND works" >&2; exit 2 ;;
+esac
+exec "{tools}/tilework" launch -n "$count" -- "$@"
 """
 
 
@@ -49,13 +64,20 @@ def install(root: Path) -> list[Path]:
         found = Path(sys.executable).parent / tool
         if found.exists():
             (top / "bin" / tool).symlink_to(found)
-    return [target, top / "venv" / "bin" / "activate", top / "bin"]
+    made = [target, top / "venv" / "bin" / "activate", top / "bin"]
+    mpi = root / MPI / "bin" / "mpirun"
+    if not mpi.exists():
+        mpi.parent.mkdir(parents=True, exist_ok=True)
+        (root / MPI / MARK).write_text((top / MARK).read_text())
+        mpi.write_text(_MPIRUN.format(tools=top / "bin"))
+        mpi.chmod(0o755)
+        made.append(mpi)
+    return made
 
 
 def remove(root: Path) -> bool:
     """Takes away what install made, and nothing else. Says whether there was anything."""
-    top = root / PLACE
-    if not (top / MARK).exists():
-        return False
-    shutil.rmtree(top)
-    return True
+    ours = [root / place for place in (PLACE, MPI) if (root / place / MARK).exists()]
+    for top in ours:
+        shutil.rmtree(top)
+    return bool(ours)

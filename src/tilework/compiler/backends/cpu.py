@@ -35,6 +35,7 @@ PIECES = "programs"  # the library of all programs, where some are made of piece
 SHARE = 100  # operators that are worth a run of the compiler
 SMALL = 600  # operators of all programs that share a library
 DRIVER = Path(__file__).parent.parent / "driver.cpp"
+EXCHANGE = Path(__file__).parent.parent / "exchange.cpp"  # for replicas
 
 
 @functools.cache
@@ -116,9 +117,6 @@ class CpuBackend:
 
             return pool.submit(compiled)
 
-        def build_driver(scratch: Path) -> bytes:
-            return toolchain.shared_library(DRIVER.read_text(), options, scratch, "driver", None, cache.folder / "headers")
-
         cuts = {p: made for p, made in plan.cuts.items() if "*" not in plan.called.get(p, ())}
         libraries = _libraries(plan, cuts)
         library_of = {p: library for library, members in libraries.items() for p in members}
@@ -148,7 +146,15 @@ class CpuBackend:
         jobs += pieces.jobs(cache.folder / "inductor") if pieces else []
         # Copies of this process are made before it starts threads. g++ works on a library as soon as its sources are there.
         with started(jobs, num_workers()) as generate, ThreadPoolExecutor(max_workers=max(2, num_workers())) as pool:
-            driver = pool.submit(cache.get, "driver", {**common, "driver": DRIVER.read_text()}, build_driver)
+            own = {
+                file.stem: pool.submit(
+                    cache.get,
+                    file.stem,
+                    {**common, file.stem: file.read_text()},
+                    partial(toolchain.own_library, file, options, folder=cache.folder / "headers"),
+                )
+                for file in (DRIVER, *((EXCHANGE,) if options.num_replicas > 1 else ()))
+            }
             if waiting:
                 report("preparing the compiler's headers (once)")
                 with cache.lock("header"), disk_errors(f"writing to {cache.folder}"):
@@ -186,14 +192,14 @@ class CpuBackend:
                     if not left:
                         raise
                     raise codegen_cpu.NoCode(left[0], (), e.found) from e
-            driver_code = driver.result().code
+            own_code = {_member(file): made.result().code for file, made in own.items()}
         return Built(
-            members={**{_member(library): found[library].code for library in libraries}, "native/driver.so": driver_code},
+            members={**{_member(library): found[library].code for library in libraries}, **own_code},
             code_of={p: _member(library) for p, library in library_of.items()},
             needs={
                 "architecture": platform.machine(),
                 "features": [*toolchain.needed_features(options)],
-                "glibc": [*toolchain.glibc_needed([*(f.code for f in found.values()), driver_code])],
+                "glibc": [*toolchain.glibc_needed([*(f.code for f in found.values()), *own_code.values()])],
             },
             notes={p: _note(found[library]) for p, library in library_of.items()},
             called=dict(plan.called),

@@ -29,6 +29,12 @@ struct PieceCall {
   int piece, first, count;  // its operands: count numbers of values from `first`
 };
 
+// Somebody who wants to know how far the program is.
+struct Watcher {
+  void (*after)(void* whom, int64_t call) = nullptr;
+  void* whom = nullptr;
+};
+
 // One tensor of an update, cut up so that threads get equal shares.
 struct Share {
   int64_t instance, begin, end;
@@ -54,9 +60,11 @@ class Pieces {
     workspaces.assign(num_calls, nullptr);
     prepared_for = buffers;
   }
-  void run() {
-    for (int i = 0; i < num_calls; ++i)
+  void run(const Watcher& watcher) {
+    for (int i = 0; i < num_calls; ++i) {
       pieces[calls[i].piece].run(workspaces[i], arguments.data() + calls[i].first, memory + bytes);
+      if (watcher.after) watcher.after(watcher.whom, i);
+    }
   }
   void* data(int value) const {
     void* found = nullptr;

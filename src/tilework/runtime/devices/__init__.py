@@ -39,6 +39,7 @@ class Call:
     restored: tuple[str, ...] = ()  # buffers that are then as they were before that step; so are the random numbers
     shown_loss: str | None = None  # the loss buffer that its programs write
     counts: bool = True  # its steps count as steps of the session: not those of fwd or bwd alone
+    reduce: bool = False  # gradients are reduced over the replicas before `update`, on a device that can do so (join)
 
     @property
     def count(self) -> int:

@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, Structure, c_char_p, c_int, c_int32, c_int64, c_size_t, c_uint64, c_void_p
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -26,7 +27,12 @@ from ...tiles.page import Slot, use_native
 from . import Call, Needs, NotANumber, inference_base
 from .host import HostMemory
 
-_NAN = 2
+if TYPE_CHECKING:  # a session alone needs nothing of it
+    from ...parallel.algorithms import Algorithm
+    from ...parallel.exchange import Exchange
+    from ...parallel.group import Group
+
+_NAN, _ALONE = 2, 3  # what the driver returns
 _ERROR_SIZE = 1024
 _OPENED = itertools.count(1)
 _ENTER = ctypes.PYFUNCTYPE(c_int64, c_void_p, c_void_p, c_int64)  # too short to let other Python threads run
@@ -48,6 +54,10 @@ class _Random(Structure):
     _fields_ = (("base", c_uint64), ("counter", c_uint64), ("seed", c_void_p))
 
 
+class _Reduction(Structure):
+    _fields_ = (("begin", c_void_p), ("finish", c_void_p), ("exchange", c_void_p))
+
+
 class _Call(Structure):
     _fields_ = (
         ("num_steps", c_int64), ("num_micro_batches", c_int64), ("micro", _Program), ("update", _Program),
@@ -55,16 +65,17 @@ class _Call(Structure):
         ("outputs", POINTER(_Copy)), ("num_outputs", c_int64), ("zeroed", POINTER(_Copy)), ("num_zeroed", c_int64),
         ("random", POINTER(_Random)), ("steps_done", c_int64), ("watched", POINTER(_Copy)), ("num_watched", c_int64),
         ("restored", POINTER(_Backup)), ("num_restored", c_int64), ("counts", c_int64), ("shown_loss", c_void_p),
+        ("reduction", _Reduction),
     )  # fmt: skip
 
 
 # The driver has the same numbers. The first is counted up, here and there, where a field or an enum changes its meaning.
-_LAYOUT = [3, *(ctypes.sizeof(s) for s in (_Program, _Copy, _Backup, _Random, _Call))]
+_LAYOUT = [4, *(ctypes.sizeof(s) for s in (_Program, _Copy, _Backup, _Random, _Call))]
 _HOW = {"all": 0, "last": 1, "sum": 2, "each": 0, "once": 3, "again": 4}  # the driver's enums
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.int64: 2, torch.bfloat16: 3, torch.float16: 4}
 
 
-def _open(name: str, code: bytes) -> ctypes.CDLL:
+def open_code(name: str, code: bytes) -> ctypes.CDLL:
     fd = os.memfd_create(f"tilework-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         with os.fdopen(os.dup(fd), "wb") as f:
@@ -133,7 +144,7 @@ class Device:
         self.handles: dict[str, c_void_p] = {}
         if num_threads is not None:
             torch.set_num_threads(num_threads)  # OpenMP is torch's own copy: its threads are the programs' threads
-        self.driver = _open("driver", artifact.native["native/driver.so"])
+        self.driver = open_code("driver", artifact.native["native/driver.so"])
         _check_layout(self.driver, artifact.path)
         self.driver.tilework_tensor.argtypes = [c_void_p, c_int64, c_void_p, c_void_p, c_int32, POINTER(c_void_p)]
         self.driver.tilework_dtype.argtypes = [c_char_p]
@@ -148,6 +159,8 @@ class Device:
         seed = buffers[SEED].data_ptr() if SEED in buffers else None  # none: no program draws random numbers
         self.randoms = {"next": _Random(0, 0, seed), "own": _Random(0, 0, seed)}
         self._backups: dict[str, torch.Tensor] = {}
+        self._artifact = artifact
+        self.exchange: Exchange | None = None
         self.programs: dict[str, _Program] = {}
         self.libraries: dict[str, ctypes.CDLL] = {}  # by member; a library holds one program or several
         self._keep: list[object] = []
@@ -155,7 +168,7 @@ class Device:
         for name, program in artifact.manifest.programs.items():
             member = str(program.code)
             if member not in self.libraries:
-                self.libraries[member] = _open(Path(member).stem, artifact.native[member])
+                self.libraries[member] = open_code(Path(member).stem, artifact.native[member])
             library = self.libraries[member]
             try:
                 abi = (ctypes.c_char * 64).in_dll(library, f"tilework_abi_{name}").value.decode()
@@ -234,7 +247,28 @@ class Device:
     def bind(self, call: Call) -> _Bound:
         return _Bound(self, call)
 
+    def join(self, group: Group, *, mean: bool, algorithm: Algorithm, overlap: bool) -> Exchange | None:
+        """Calls with `reduce` from now on include the other ranks. None: this artifact was not compiled for replicas."""
+        code = self._artifact.native.get("native/exchange.so")
+        if code is None:
+            return None
+        from ...parallel.exchange import Exchange
+
+        manifest = self._artifact.manifest
+        watched = {name: p.completes for name, p in manifest.programs.items() if p.completes}
+        ready = next(iter(watched.values())) if overlap and len(watched) == 1 and len(manifest.buckets) > 1 else None
+        self.exchange = Exchange(open_code("exchange", code), group, self.memory.buckets, mean=mean, algorithm=algorithm,
+                                 ready_after=ready)  # fmt: skip
+        if ready is not None:
+            name = next(iter(watched))
+            watch = self.libraries[str(manifest.programs[name].code)][f"tilework_watch_{name}"]
+            watch.argtypes = [c_void_p, c_void_p]
+            watch(*self.exchange.watch())
+        return self.exchange
+
     def close(self) -> None:
+        if self.exchange is not None:
+            self.exchange.close()
         for release in self._release:
             release()
         for handle in self.handles.values():
@@ -269,6 +303,9 @@ class _Bound:
         if random is not None and random.seed:
             native.random = ctypes.pointer(random)
         native.counts = int(call.counts)
+        if call.reduce and device.exchange is not None:
+            native.reduction = _Reduction(*device.exchange.functions())
+        self._exchange = device.exchange
         if call.shown_loss:
             loss = device.buffers[call.shown_loss]
             native.shown_loss = loss.data_ptr() if loss.dtype == torch.float32 and loss.dim() == 0 else None
@@ -313,6 +350,8 @@ class _Bound:
         if status == _NAN:
             raise NotANumber(self.native.steps_done)
         text = self.error.value.decode("utf-8", "replace")
+        if status == _ALONE and self._exchange is not None:
+            raise self._exchange.failed(text)
         if "out of bounds" in text:
             raise UserError("input-values", "an index in the inputs is out of range", found=text[:100].split("\n")[0],
                             fix="correct the class labels or token numbers; load the weights again, "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+
 import torch
 from torch import Tensor
 
@@ -35,7 +37,10 @@ class HostMemory:
         step = _LINE // DTYPES[dtype].itemsize
         for name, kind in types.items():
             places[name], end = end, end + -(-kind.extent // step) * step
-        whole = TensorType.dense(dtype, (end,)).empty()
+        # Whole pages: replicas may put memory that they share in their place (parallel/segment.py).
+        own = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        memory = mmap.mmap(-1, max(1, end * DTYPES[dtype].itemsize), flags=own)
+        whole = torch.frombuffer(memory, dtype=DTYPES[dtype], count=end) if end else torch.empty(0, dtype=DTYPES[dtype])
         self.buckets.append(whole)
         for name, kind in types.items():
             self.tensors[name] = whole.as_strided(kind.shape, kind.stride, places[name])

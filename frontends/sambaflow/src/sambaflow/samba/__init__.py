@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from . import directives as directives
+from . import distributed as distributed
 from . import env as env
 from . import nn as nn
 from . import optim as optim
@@ -30,6 +31,7 @@ from .sambatensor import to_torch as to_torch
 
 from . import utils as utils  # isort: skip  (it needs the session)
 
+distributed.accept_mpi()
 from_torch_ = from_torch_model_
 to_torch_tensor = to_torch
 

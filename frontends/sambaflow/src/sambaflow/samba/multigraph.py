@@ -15,7 +15,6 @@ import tilework
 from tilework.errors import did_you_mean
 from tilework.frontend import failures
 
-from . import distributed
 from .affinity import tiles_asked
 from .compiling import leaves, make_step, write_pef
 from .devicetensors import DeviceTensors
@@ -105,7 +104,6 @@ class Graphs(DeviceTensors):
         """Loads the PEF and brings the weights to the device. Without a PEF, the one that this process compiled."""
         failures.install()
         say_ignored("init_multigraph_runtime", {k: v for k, v in ignored.items() if v not in (None, False)})
-        distributed.require_one_rank(self.args)
         path = Path(pef) if pef else self._graphs_pef
         if path is None:
             raise tilework.UserError("sambaflow-order", "no PEF to load", fix="give its path: init_multigraph_runtime(args.pef)")

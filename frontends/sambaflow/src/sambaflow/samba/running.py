@@ -61,6 +61,7 @@ class Runner:
         self._others: dict[int, Runner] = {}  # for batches of other sizes
         self._bare = {k.split("#")[0].rsplit(".", 1)[-1] for k in m.hyperparameters}
         self._steps_forward = 1  # mini-batches of the last forward
+        self._reduced = False  # whether the last backward's gradients are those of all ranks by now
         self.in_sync()
 
     def in_sync(self) -> None:
@@ -109,7 +110,10 @@ class Runner:
             raise tilework.UserError("sambaflow-spatial", "several mini-batches in one run need all sections together",
                                      found=f"{steps} mini-batches, sections {', '.join(sorted(sections))}",
                                      fix="give one mini-batch, or leave out section_types and gradients of outputs")  # fmt: skip
-        order = [s for s in ("fwd", "bwd", "opt") if s in sections]
+        order = [s for s in ("fwd", "bwd", "reduce", "opt") if s in sections]
+        if "opt" in sections and "reduce" not in sections and self.core.group is not None and self._unreduced(sections):
+            order.insert(order.index("opt"), "reduce")
+        self._reduced = "reduce" in order or (self._reduced and "bwd" not in order)
         result = self.core.run(
             *(given if "fwd" in sections else ()),
             sections=order,
@@ -117,6 +121,10 @@ class Runner:
             out_grads=self._by_output(out_grads) if "bwd" in sections else None,
         )
         return self._keep(result.flat) if "fwd" in sections else self.outputs
+
+    def _unreduced(self, sections: set[str]) -> bool:
+        """Whether the gradients that an update is about to use are still this rank's own."""
+        return "bwd" in sections or not self._reduced
 
     def _all(self) -> set[str]:
         return set(self.core.training_sections) - {"reduce"}
@@ -185,8 +193,8 @@ class Runner:
             raise tilework.UserError("sambaflow-section", f"no section {unknown[0]!r}",
                                      expected="fwd, bckwd, gradnorm, reduce, opt",
                                      fix=did_you_mean(str(unknown[0]).lower(), SECTIONS))  # fmt: skip
-        found = {SECTIONS[str(s).lower()] for s in names} - {"reduce"}
-        missing = sorted(found - self._all()) if found != {"fwd"} else []
+        found = {SECTIONS[str(s).lower()] for s in names} - ({"reduce"} if self.core.group is None else set())
+        missing = sorted(found - self._all() - {"reduce"}) if found != {"fwd"} else []
         if missing:
             raise tilework.UserError("sambaflow-section", f"{self.path}: this PEF has no section {missing[0]!r}",
                                      found="sections: " + (", ".join(sorted(self._all())) or "fwd (inference)"),
@@ -263,8 +271,11 @@ class Runner:
                                          log_limit=1)  # fmt: skip
             step = _with_examples(self.step, given)
             with tempfile.TemporaryDirectory() as folder:
-                made = compile_to(step, Path(folder) / "other.pef", device=self.manifest.fingerprint.device)
+                made = compile_to(step, Path(folder) / "other.pef", device=self.manifest.fingerprint.device,
+                                  num_replicas=self.manifest.num_replicas)  # fmt: skip
                 core = tilework.load(made.path)
+                if self.core.group is not None:
+                    core.join(self.core.group, **self.core.joined)
                 self._others[rows] = Runner(made.path, self.model, self.optimizers, None, 1, core)
         return self._others[rows]
 

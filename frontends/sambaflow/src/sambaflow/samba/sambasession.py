@@ -89,7 +89,7 @@ class SambaSession(Graphs):
     ) -> tuple[SambaTensor, ...]:
         failures.install()
         args = self.args
-        distributed.require_one_rank(args)
+        group = distributed.group_for(args)
         several = [] if optimizers is None else list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
         path = Path(pef) if pef else self._compiled.get(id(model))
         if path is None:
@@ -104,6 +104,8 @@ class SambaSession(Graphs):
         if before is not None:
             before.close()
         core = tilework.load(path, tiles=tiles_asked(args, path))
+        if group is not None:
+            self._join(core, group)
         runner = Runner(path, model, several, step, spatial, core, signature_for(core.manifest, leaves(as_call(inputs))))
         step.train = not runner.inference
         check(runner, model, inputs, several, loss_indices)
@@ -126,6 +128,19 @@ class SambaSession(Graphs):
             now = time.strftime("%Y-%m-%dT%H:%M:%S")
             print(f"{now} : [INFO][LIB][{os.getpid()}]: sn_create_session: PEF File: {pef}", flush=True)
         return runner.traced
+
+    def _join(self, core: tilework.Session, group: Any) -> None:
+        """One of several replicas. A PEF for inference has nothing to reduce."""
+        if core.fused is None:
+            return
+        try:
+            core.join(group, **distributed.settings(self.args))
+        except tilework.UserError as e:
+            if e.id == "run-reduce":
+                raise tilework.UserError(
+                    "sambaflow-replicas", f"{core.artifact.path}: this PEF was not compiled for data parallel",
+                    fix="compile it with --data-parallel -ws 2; it then runs with any number of ranks") from None  # fmt: skip
+            raise
 
     # ---- running ----
 
@@ -155,8 +170,11 @@ class SambaSession(Graphs):
             raise tilework.UserError("sambaflow-argument", f"session.run has no argument {unknown[0]!r}",
                                      fix=did_you_mean(unknown[0], _RUN_ARGUMENTS))  # fmt: skip
         say_ignored("session.run", ignored)
-        if data_parallel or distributed.get_world_size() > 1:  # an app may have brought the group up by itself
-            distributed.require_one_rank(self.args, data_parallel)
+        if runner.core.group is None and (data_parallel or distributed.get_world_size() > 1):  # the app's own group
+            group = distributed.group_for(self.args, data_parallel)
+            if group is not None:
+                self.args.reduce_on_rdu = reduce_on_rdu or getattr(self.args, "reduce_on_rdu", False)
+                self._join(runner.core, group)
         if section_ids is not None and section_types is None:
             section_types = self._section_types(section_ids)
         grads: list[Tensor | None] | None = None

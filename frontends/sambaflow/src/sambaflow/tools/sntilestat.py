@@ -16,8 +16,10 @@ from tilework.tiles.view import SessionView, View
 
 from ..platforms import spelt
 
-# What the columns are called here and in the engine: programs are loaded, arguments moved, checkpoints written, ranks waited for.
-_STATES = {"idle": "idle", "exec": "exec", "pload": "load", "aload": "copy", "chkpt": "save", "quiesce": "wait"}
+# What the columns are called here and in the engine: programs are loaded, arguments moved, checkpoints written, ranks waited for
+# (alone, and to reduce gradients).
+_STATES = {"idle": ("idle",), "exec": ("exec",), "pload": ("load",), "aload": ("copy",), "chkpt": ("save",),
+           "quiesce": ("wait", "reduce")}  # fmt: skip
 _WIDTHS = {"idle": 5, "exec": 5, "pload": 6, "aload": 6, "chkpt": 6, "quiesce": 8}
 _FREE = {"idle": 100.0}
 _SHORTEST, _LONGEST = 0.1, 86400.0  # seconds between two looks
@@ -34,7 +36,7 @@ def rows(seen: View, skip_idle: bool = False) -> list[dict[str, Any]]:
 
 def _row(name: str, by: SessionView | None, state: str, drained: str | None) -> dict[str, Any]:
     shares = by.shares if by else _FREE
-    return {"tile": name, **{c: shares.get(s, 0.0) if shares else None for c, s in _STATES.items()},
+    return {"tile": name, **{c: sum(shares.get(s, 0.0) for s in own) if shares else None for c, own in _STATES.items()},
             "pid": by.pid if by else None, "user": by.user if by else None, "command": by.command if by else None,
             "hung": bool(by and by.hung), "drained": drained, "state": state}  # fmt: skip
 

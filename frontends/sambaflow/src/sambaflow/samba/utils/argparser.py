@@ -85,10 +85,10 @@ def _vendor_flags(p: argparse.ArgumentParser, command: str, dev_mode: bool) -> N
     p.add_argument("--inference", action="store_true", help="forward only")
     p.add_argument("--mapping", choices=("section", "spatial"), default="section", help="spatial: many steps in one run")
     p.add_argument("--num-spatial-batches", type=int, default=1, help="mini-batches in one run with --mapping spatial")
-    p.add_argument("--data-parallel", action="store_true", help="one replica per rank; only one rank so far")
+    p.add_argument("--data-parallel", action="store_true", help="one replica per rank; gradients are averaged")
     p.add_argument("-ws", "--world-size", type=int, default=None, help="ranks that the PEF must be able to serve")
     p.add_argument(
-        "--reduce-on-rdu", action="store_true", help="where gradients would be averaged; one rank has nothing to average"
+        "--reduce-on-rdu", action="store_true", help="average gradients inside the native step, instead of on the host"
     )
     p.add_argument("--local-rank", type=int, default=-1, help=argparse.SUPPRESS)
     p.add_argument("--n-chips", type=int, default=1, help="kept in the PEF")

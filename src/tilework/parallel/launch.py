@@ -1,0 +1,96 @@
+"""Several ranks of one command on this machine: what `tilework launch` does. The first rank that fails decides the exit code; the
+others are stopped soon after."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import IO
+
+from ..errors import UserError
+
+STOPPED = 76  # group.py's: a rank that stopped because another failed, and is not the cause
+GRACE = 5.0  # seconds that ranks have to stop by themselves, then again after SIGTERM
+
+
+def launch(command: Sequence[str], num_ranks: int, *, tag: bool = True) -> int:
+    """Runs `num_ranks` copies of the command, and returns the exit code of the one that failed first; 0 where all went well.
+
+    tag   lines of output begin with the rank's number."""
+    if num_ranks < 1:
+        raise UserError("ranks-launched", "the number of ranks", found=str(num_ranks), expected="1 or more")
+    key, ranks = secrets.token_hex(12), list[subprocess.Popen[bytes]]()
+    readers: list[threading.Thread] = []
+    try:
+        for rank in range(num_ranks):
+            env = {
+                **os.environ,
+                "TILEWORK_RANK": str(rank), "TILEWORK_WORLD_SIZE": str(num_ranks), "TILEWORK_LOCAL_RANK": str(rank),
+                "TILEWORK_LOCAL_SIZE": str(num_ranks), "TILEWORK_LAUNCH": key, "PYTHONUNBUFFERED": "1",
+                # Not the C++ stacks of lost connections: we say it in a line.
+                "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
+            }  # fmt: skip
+            pipe = subprocess.PIPE if tag else None
+            ranks.append(
+                subprocess.Popen(list(command), env=env, stdout=pipe, stderr=pipe, stdin=subprocess.DEVNULL if rank else None)
+            )
+            if tag:
+                for source, target in ((ranks[-1].stdout, sys.stdout), (ranks[-1].stderr, sys.stderr)):
+                    readers.append(threading.Thread(target=_copy, args=(source, target, f"[{rank}] "), daemon=True))
+                    readers[-1].start()
+    except OSError as e:
+        _stop(ranks, signal.SIGKILL)
+        raise UserError("ranks-launched", f"{command[0]} could not be started", found=e.strerror or str(e)) from None
+    before = {s: signal.signal(s, lambda number, _: _stop(ranks, number)) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        code = _wait(ranks)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    for reader in readers:
+        reader.join(1.0)
+    return code
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
+    left, failed, stopped, deadline, asked = list(ranks), list[tuple[int, int]](), set[int](), 0.0, 0
+    while left:
+        for each in [r for r in left if r.poll() is not None]:
+            left.remove(each)
+            if each.returncode:
+                failed.append((ranks.index(each), each.returncode))
+                deadline = deadline or time.monotonic() + GRACE
+        if failed and time.monotonic() > deadline and asked < 2:
+            stopped |= {ranks.index(r) for r in left}
+            _stop(left, (signal.SIGTERM, signal.SIGKILL)[asked])
+            asked, deadline = asked + 1, time.monotonic() + GRACE / 2
+        time.sleep(0.02)
+    if not failed:
+        return 0
+    cause = [(r, c) for r, c in failed if c != STOPPED and r not in stopped] or failed
+    rank, code = cause[0]
+    said = f"was ended by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"ended with exit code {code}"
+    print(f"tilework: rank {rank} {said}", file=sys.stderr, flush=True)
+    return 128 - code if code < 0 else code
+
+
+def _stop(ranks: Sequence[subprocess.Popen[bytes]], number: int) -> None:
+    for each in ranks:
+        if each.poll() is None:
+            each.send_signal(number)
+
+
+_lines = threading.Lock()
+
+
+def _copy(source: IO[bytes] | None, target: IO[str], tag: str) -> None:
+    for line in source or ():
+        with _lines:
+            target.write(tag + line.decode(errors="replace"))
+            target.flush()
