@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -32,8 +33,19 @@ def test_a_rank_that_goes_wrong(fault: str, reduce: str, ranks: Ranks) -> None:
     assert said.count("Traceback") == (1 if fault == "raise" else 0), said
     if fault == "raise":
         assert "rank 2 of 4 failed" in said and "a mistake of the program's own" in said
-    left = list(Path("/dev/shm").glob(f"tilework-{os.getuid()}-*"))
-    assert not left, "shared memory was left behind"
+    nothing_left_behind()
+
+
+def nothing_left_behind() -> None:
+    """No shared memory. Another test beside this one may have some for a moment, between making it and opening it."""
+    mine = f"tilework-{os.getuid()}-*"
+    kept = set(Path("/dev/shm").glob(mine))
+    for _ in range(100):
+        if not kept:
+            return
+        time.sleep(0.1)
+        kept &= set(Path("/dev/shm").glob(mine))
+    raise AssertionError(f"shared memory was left behind: {kept}")
 
 
 def test_more_ranks_than_asked_for(ranks: Ranks) -> None:

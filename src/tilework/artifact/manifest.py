@@ -88,6 +88,7 @@ class Program(_Table, frozen=True):
     temporary_bytes: Count
     parallel: bool  # whether more than one thread pays
     called: list[str] = []  # operators that it calls through torch's dispatcher; ["*"]: all of them
+    synchronises: bool = False  # whether it waits for the other replicas in its middle, for statistics of all of them
     completes: list[Count] = []  # of each bucket, the call of its pieces after which the gradients are complete; empty: the last
 
 

@@ -83,6 +83,31 @@ def store(target: Tensor, value: Tensor) -> None:
     target.copy_(value)
 
 
+# What replicas have in common (synchronised batch normalization): every replica's sum of all of theirs, element by element.
+
+
+@torch.library.custom_op("tilework::over_replicas", mutates_args=())
+def over_replicas(x: Tensor) -> Tensor:
+    """x, where there is one replica. A device that has joined others adds theirs."""
+    return x.clone()
+
+
+@over_replicas.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _over_replicas_backward(ctx, grad):  # type: ignore[no-untyped-def]
+    """Every replica's result depends on this one's x."""
+    return torch.ops.tilework.over_replicas(grad)
+
+
+over_replicas.register_autograd(_over_replicas_backward)
+
+
+SYNCHRONISES = "tilework.over_replicas.default"  # as graphs call it
+
+
 # An operator of the program's table of calls (compiler/calls.py), and its further results. They only stand in for it while native
 # code is generated.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any, Literal
@@ -33,6 +33,7 @@ from .reached import as_tensor
 from .reads import Answers, Read
 from .rewrites import captured
 from .seeded import seeded
+from .synchronised import synchronised
 from .trace import gradients, keep_backward_sources, to_graph, trace
 from .watch import Findings, WatchFunctions, WatchOperators
 
@@ -64,6 +65,8 @@ def capture(
     step: Step,
     *,
     keep_momentum: bool = False,
+    num_replicas: int = 1,
+    sync_batch_norm: bool = False,
     sections: bool = True,
     constants: Constants | None = None,
     report: Callable[[str], None] = lambda _: None,
@@ -72,7 +75,8 @@ def capture(
 
     sections=False: no fwd and bwd of their own, where the loss is known; only the two together (joint).
     constants: those of the steps that were captured before it, for the same artifact."""
-    with _one_at_a_time:
+    together = synchronised(step.modules, everywhere=sync_batch_norm) if num_replicas > 1 else nullcontext()
+    with _one_at_a_time, together:
         return _Capture(settled(step), keep_momentum, constants or Constants(), report).run(sections)
 
 

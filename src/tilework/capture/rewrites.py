@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ..process import alone
-from . import packed
+from . import packed, synchronised
 from .masked import Masked, selected
 
 
@@ -73,6 +73,8 @@ _REWRITES: dict[Any, Any] = {
     F.one_hot: _one_hot,
     torch._C._nn.one_hot: _one_hot,
     F.interpolate: _interpolate,
+    F.batch_norm: synchronised.batch_norm,
+    torch.batch_norm: synchronised.torch_batch_norm,
     packed.PACK: packed.pack,
     packed.PAD: packed.pad,
 }

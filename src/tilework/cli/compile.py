@@ -39,6 +39,8 @@ def command(
     infer_batch_sizes: Annotated[str, typer.Option(metavar="N,N", help="Batch sizes for inference only, e.g. 1,8,32.")] = "",
     replicas: Annotated[int, typer.Option(metavar="N", help="Replicas to plan for. Any number can run the file.")] = 1,
     shards: Annotated[int, typer.Option(metavar="N", help="Parts of the update that replicas can share out (run --shard).")] = 1,
+    sync_batch_norm: Annotated[bool, typer.Option("--sync-batch-norm",
+                                                  help="Batch normalization over the rows of all replicas.")] = False,
     disable: Annotated[list[str] | None, typer.Option(metavar="PASS", autocompletion=_passes,
                                                       help="Turn off a planning pass. Can be repeated.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE",
@@ -61,6 +63,7 @@ def command(
         keep_gradients=keep_gradients,
         num_replicas=replicas,
         num_shards=shards,
+        sync_batch_norm=sync_batch_norm,
         disable=tuple(disable or ()),
     )
     step = load_step(build, set_ or [])

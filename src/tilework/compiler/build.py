@@ -27,6 +27,7 @@ from ..artifact.manifest import (
 )
 from ..artifact.manifest import Tensor as TensorEntry
 from ..artifact.names import SUMMED, Kind, is_kind
+from ..artifact.operators import SYNCHRONISES
 from ..artifact.reader import Artifact
 from ..artifact.writer import initial_bytes, require_replaceable, write_artifact, write_whole
 from ..capture.capture import Constants, StepGraph, capture
@@ -155,7 +156,17 @@ def _captured(steps: Sequence[Step], options: Options, report: Report) -> list[S
     for step in steps:
         if len(steps) > 1:
             report(f"signature {step.signature_name}")
-        graphs.append(capture(step, keep_momentum=options.keep_momentum, sections=sections, constants=constants, report=report))
+        graphs.append(
+            capture(
+                step,
+                keep_momentum=options.keep_momentum,
+                num_replicas=options.num_replicas,
+                sync_batch_norm=options.sync_batch_norm,
+                sections=sections,
+                constants=constants,
+                report=report,
+            )
+        )
     _check_signatures(graphs)
     return graphs
 
@@ -237,6 +248,7 @@ def make_manifest(name: str, made: Made, weights: Weights, verification: Verific
                 temporary_bytes=planned.costs[p].temporary_bytes,
                 parallel=planned.costs[p].parallel,
                 called=list(planned.called.get(p, ())),
+                synchronises=any(n.op == SYNCHRONISES for n in g.nodes),
                 completes=completes(planned, p, grouped),
             )
             for p, g in planned.programs.items()
@@ -257,6 +269,7 @@ def make_manifest(name: str, made: Made, weights: Weights, verification: Verific
                 "opt_level": options.opt_level,
                 "keep_momentum": options.keep_momentum,
                 "keep_gradients": options.keep_gradients,
+                "sync_batch_norm": options.sync_batch_norm,
                 "disable": list(options.disable),
             },
         ),

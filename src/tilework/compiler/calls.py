@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..artifact.graph import Graph, Node, Ref, dtype_name
+from ..artifact.operators import SYNCHRONISES
 from ..errors import BugError
 from ..plan.aliases import operator_named, shares_with
 from .plain import plain
@@ -38,6 +39,9 @@ _LISTS = {"int": "I", "SymInt": "I", "float": "F", "bool": "B", "Tensor": "T", "
 
 def program_of_calls(graph: Graph) -> str:
     """C++ source of a program that calls one operator after the other."""
+    if any(n.op == SYNCHRONISES for n in graph.nodes):  # called like that, it would know of no other replica
+        raise BugError("compile-inductor", f"program {graph.name}: there is no generated code for statistics of all replicas",
+                       fix="compile without sync_batch_norm, and report this")  # fmt: skip
     graph = _taken_once(plain(graph))
     slots = {b: i for i, b in enumerate(graph.buffers)}
     operators: list[str] = []

@@ -43,7 +43,7 @@ struct alignas(64) Header {
   std::atomic<int64_t> failed;     // 1 + the seat of whoever gave up first
 };
 
-enum Stage { kAway = 0, kGradients = 1, kSums = 2, kAcross = 3 };
+enum Stage { kAway = 0, kGradients = 1, kSums = 2, kAcross = 3, kStatistics = 4 };
 
 struct Bucket {
   int64_t offset;  // bytes, from the start of a replica's part
@@ -164,6 +164,36 @@ class Exchange {
     if (!problem[0]) return 0;
     snprintf(error, size, "%s", problem);
     return 1;
+  }
+  // The sum of a few numbers of every replica, in place, in the middle of a program. Everybody adds up all of them, in the order of
+  // the ranks. The bucket has two halves that are used by turns, so that one barrier is enough: nobody writes to a half that
+  // another still reads, which would have to be two sums behind.
+  template <class T>
+  int sum_of_few(T* data, int64_t count, char* error, size_t size) {
+    const int64_t half = buckets[0].count * (int64_t)sizeof(double) / 2, room = half / (int64_t)sizeof(T);
+    problem[0] = 0;
+    seats[s.seat].step.fetch_add(1, std::memory_order_relaxed);
+    try {
+      for (int64_t at = 0; at < count; at += room, ++sums_made) {
+        const int64_t n = std::min(room, count - at), offset = buckets[0].offset + sums_made % 2 * half;
+        memcpy(part(s.seat) + offset, data + at, n * sizeof(T));
+        barrier(kStatistics);
+        memcpy(data + at, part(0) + offset, n * sizeof(T));
+        for (int64_t i = 1; i < s.size; ++i) {
+          const T* other = reinterpret_cast<const T*>(part(i) + offset);
+          for (int64_t k = 0; k < n; ++k) data[at + k] += other[k];
+        }
+        if (s.across && s.across(sizeof(T) == sizeof(double), data + at, n)) {
+          snprintf(problem, sizeof(problem), "the sum over the machines failed");
+          give_up();
+          throw Failure();
+        }
+      }
+    } catch (const Failure&) {
+      snprintf(error, size, "%s", problem);
+      return 1;
+    }
+    return 0;
   }
   void give_up() {
     int64_t nobody = 0;
@@ -330,6 +360,11 @@ class Exchange {
     }
   }
 
+  static const char* name(int64_t stage) {
+    return stage == kGradients ? "reduce (gradients)" : stage == kSums ? "reduce (sums)" : stage == kAcross ? "reduce (over the machines)"
+           : stage == kStatistics ? "batch normalization (statistics of all replicas)" : "its own step";
+  }
+
   // Who has not come yet: is it still there, and has it had time enough?
   void look(int64_t waited, int64_t stage) {
     for (int64_t i = 0; i < s.size; ++i) {
@@ -337,17 +372,16 @@ class Exchange {
       if (i == s.seat || other.arrived.load(std::memory_order_acquire) >= rounds) continue;
       const bool gone = other.pid && kill((pid_t)other.pid, 0) && errno == ESRCH;
       if (!gone && waited < s.timeout_ns) continue;
-      const char* text = gone ? "rank %lld (process %lld) is gone; rank %lld waited for it in %s, step %lld"
-                              : "rank %lld (process %lld) did not come for %.0f s; rank %lld waits for it in %s, step %lld; it was last seen in %s, step %lld";
-      const char* where = stage == kGradients ? "reduce (gradients)" : "reduce (sums)";
-      const int64_t its = other.stage.load();
-      const char* seen = its == kAcross ? "reduce (over the machines)" : its == kAway ? "its own step" : "reduce";
+      const long long its = other.rank, process = other.pid, mine = seats[s.seat].rank, step = seats[s.seat].step.load();
+      const char *where = name(stage), *unit = stage == kStatistics ? "sum" : "step";
       if (gone)
-        snprintf(problem, sizeof(problem), text, (long long)other.rank, (long long)other.pid, (long long)seats[s.seat].rank, where,
-                 (long long)seats[s.seat].step.load());
+        snprintf(problem, sizeof(problem), "rank %lld (process %lld) is gone; rank %lld waited for it in %s, %s %lld", its, process, mine,
+                 where, unit, step);
       else
-        snprintf(problem, sizeof(problem), text, (long long)other.rank, (long long)other.pid, (double)s.timeout_ns / 1e9,
-                 (long long)seats[s.seat].rank, where, (long long)seats[s.seat].step.load(), seen, (long long)other.step.load());
+        snprintf(problem, sizeof(problem),
+                 "rank %lld (process %lld) did not come for %.0f s; rank %lld waits for it in %s, %s %lld; it was last seen in %s, %s %lld",
+                 its, process, (double)s.timeout_ns / 1e9, mine, where, unit, step, name(other.stage.load()), unit,
+                 (long long)other.step.load());
       give_up();
       throw Failure();
     }
@@ -356,8 +390,9 @@ class Exchange {
   [[noreturn]] void fail_with_others() {
     const int64_t seat = header->failed.load() - 1;
     if (!problem[0])
-      snprintf(problem, sizeof(problem), "rank %lld stopped; rank %lld was waiting for it in reduce, step %lld",
-               (long long)seats[seat].rank, (long long)seats[s.seat].rank, (long long)seats[s.seat].step.load());
+      snprintf(problem, sizeof(problem), "rank %lld stopped; rank %lld was waiting for it in %s, step %lld",
+               (long long)seats[seat].rank, (long long)seats[s.seat].rank, name(seats[s.seat].stage.load()),
+               (long long)seats[s.seat].step.load());
     throw Failure();
   }
 
@@ -366,7 +401,7 @@ class Exchange {
   std::vector<int64_t> ready_after;
   Header* header;
   Seat* seats;
-  int64_t rounds = 0;
+  int64_t rounds = 0, sums_made = 0;
   char problem[512] = "";
   bool active = false;
   std::thread courier;
@@ -376,7 +411,7 @@ class Exchange {
 
 }  // namespace
 
-EXPORT const int64_t tilework_exchange_layout[] = {1, sizeof(Header), sizeof(Seat), sizeof(Bucket), sizeof(Settings)};
+EXPORT const int64_t tilework_exchange_layout[] = {2, sizeof(Header), sizeof(Seat), sizeof(Bucket), sizeof(Settings)};
 
 EXPORT void* tilework_exchange_open(const Settings* settings) { return new Exchange(*settings); }
 EXPORT void tilework_exchange_close(void* exchange) { delete static_cast<Exchange*>(exchange); }
@@ -386,3 +421,8 @@ EXPORT int tilework_exchange_finish(void* exchange, char* error, size_t size) {
   return static_cast<Exchange*>(exchange)->finish(error, size);
 }
 EXPORT void tilework_exchange_give_up(void* exchange) { static_cast<Exchange*>(exchange)->give_up(); }
+EXPORT int tilework_exchange_sum(void* exchange, void* data, int64_t count, int is_double, char* error, size_t size) {
+  auto* own = static_cast<Exchange*>(exchange);
+  return is_double ? own->sum_of_few(static_cast<double*>(data), count, error, size)
+                   : own->sum_of_few(static_cast<float*>(data), count, error, size);
+}

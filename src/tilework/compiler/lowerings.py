@@ -6,6 +6,7 @@ dispatched, and the result lies in memory that the program has already."""
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -67,10 +68,10 @@ def register() -> None:
             stride = [shape[1] * shape[2] * shape[3], 1, shape[3] * shape[1], shape[1]] if last else None
             layout = FixedLayout(like.get_device(), like.get_dtype(), shape, stride)
             super().__init__(layout, list(inputs), python_kernel_name=f"tilework.{function}")
-            self.function, self.constants = function, constants
+            self.function, self.constants, self.cast = function, constants, ""  # pointers are to floats, unless cast
 
         def codegen(self, wrapper: Any) -> None:
-            pointers = [f"tilework::pointer({self.get_name()})", *map(_pointer, self.inputs)]
+            pointers = [self.cast + p for p in (f"tilework::pointer({self.get_name()})", *map(_pointer, self.inputs))]
             wrapper.writeline(f"tilework::{self.function}({', '.join([*pointers, *self.constants])});")
 
     class DispatcherCall(ir.ExternKernelOut):
@@ -185,6 +186,13 @@ def register() -> None:
         copy = Pointwise.create(device=x.get_device(), dtype=x.get_dtype(), inner_fn=x.make_loader(), ranges=list(x.get_size()))
         copy.realize()
         return copy
+
+    @register_lowering(tilework.over_replicas.default, type_promotion_kind=None)
+    def over_replicas(x: Any) -> Any:
+        kind = {torch.float32: "float", torch.float64: "double"}[x.get_dtype()]
+        made = NativeCall("over_replicas", sizes(x), [dense(x)], [str(math.prod(sizes(x)))], last=False)
+        made.cast = f"({kind}*)"
+        return TensorBox.create(made)
 
     @register_lowering(tilework.called.default, type_promotion_kind=None)
     def called(inputs: Sequence[Any], index: int, output: int, *kind: Any) -> Any:

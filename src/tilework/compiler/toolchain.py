@@ -144,11 +144,13 @@ def run(command: Sequence[str], what: str) -> None:
 
 KERNELS = Path(__file__).parent / "kernels"
 CALLS, GEMM, TEAM = Path(__file__).parent / "calls.cpp", KERNELS / "gemm.cpp", KERNELS / "team.cpp"
+REPLICAS = KERNELS / "replicas.cpp"
 # Code of ours that is compiled once a machine and linked to libraries whose source has this in it.
 LINKED = {
     CALLS: re.compile(r"tilework::open_calls\("),
     GEMM: re.compile(r"tilework::(batch_product|update_by_product|product|small_conv)"),
     TEAM: re.compile(r"tilework_run_"),
+    REPLICAS: re.compile(r"tilework::over_replicas\("),
 }
 # OpenMP's functions as team.cpp has them: all that programs and kernels call.
 _WRAPPED = ["GOMP_parallel", "GOMP_barrier", "GOMP_single_start",
@@ -159,7 +161,8 @@ _WRAPPED = ["GOMP_parallel", "GOMP_barrier", "GOMP_single_start",
 def header_text() -> str:
     """What every program includes: torch's C interface and our kernels, in one piece."""
     ours = [re.sub(r'^#(pragma once|include ").*\n', "", (KERNELS / f"{name}.h").read_text(), flags=re.M)
-            for name in ("vectors", "workspace", "pieces", "gemm", "products", "convolutions", "pooling", "calls")]  # fmt: skip
+            for name in ("vectors", "workspace", "pieces", "gemm", "products", "convolutions", "pooling", "calls",
+                         "replicas")]  # fmt: skip
     return "\n".join(
         [
             "#pragma once",

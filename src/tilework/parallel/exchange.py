@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import mmap
 import os
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_char_p, c_double, c_int, c_int32, c_int64, c_size_t, c_void_p
@@ -58,7 +59,7 @@ class Exchange:
             raise MachineError("ranks-dtype", "gradients of this type cannot be reduced in the native step",
                                found=", ".join(unknown), fix="reduce on the host (--reduce host)")  # fmt: skip
         layout = list((c_int64 * 5).in_dll(library, "tilework_exchange_layout"))
-        if layout != [1, 64, 64, ctypes.sizeof(_Bucket), ctypes.sizeof(_Settings)]:
+        if layout != [2, 64, 64, ctypes.sizeof(_Bucket), ctypes.sizeof(_Settings)]:
             raise MachineError("native-driver", "the artifact was made by another version of Tilework", found=f"layout {layout}",
                                fix="compile again")  # fmt: skip
         self.group, self.library = group, library
@@ -115,10 +116,12 @@ class Exchange:
         if bucket == 0:
             self._began += 1
             self.group.steps = self._began - 1  # for what is said when a rank is lost
+        return self._sum_over_peers(self.buckets[bucket].dtype, data, count)
+
+    def _sum_over_peers(self, dtype: torch.dtype, data: int, count: int) -> int:
         try:
-            kind = self.buckets[bucket]
-            memory = (ctypes.c_char * max(1, count * kind.element_size())).from_address(data)
-            flat = torch.frombuffer(memory, dtype=kind.dtype, count=count) if count else torch.empty(0, dtype=kind.dtype)
+            memory = (ctypes.c_char * max(1, count * dtype.itemsize)).from_address(data)
+            flat = torch.frombuffer(memory, dtype=dtype, count=count) if count else torch.empty(0, dtype=dtype)
             self.group.sum_over(flat, self._peers)
             return 0
         except BaseException as e:
@@ -134,6 +137,30 @@ class Exchange:
         if self.handle:
             handle, self.handle = self.handle, c_void_p()
             self.library.tilework_exchange_close(handle)
+
+
+class Sums(Exchange):
+    """Sums over all replicas of a few numbers, which programs ask for in their middle: statistics of batch normalization."""
+
+    ROOM = 1 << 13  # numbers, half of which travel at a time
+
+    def __init__(self, library: ctypes.CDLL, group: Group, *, algorithm: Algorithm) -> None:
+        memory = mmap.mmap(-1, self.ROOM * 8, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        bucket = torch.frombuffer(memory, dtype=torch.float64, count=self.ROOM)
+        super().__init__(library, group, [bucket], mean=False, algorithm=algorithm, ready_after=None)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether somebody gave up (struct Header)."""
+        return self.segment.numbers[1] != 0
+
+    def give_to(self, program: ctypes.CDLL) -> None:
+        """The library of a program that asks for sums."""
+        program.tilework_sum_with.argtypes = [c_void_p, c_void_p]
+        program.tilework_sum_with(ctypes.cast(self.library.tilework_exchange_sum, c_void_p), self.handle)
+
+    def _over_peers(self, is_double: int, data: int, count: int) -> int:
+        return self._sum_over_peers(torch.float64 if is_double else torch.float32, data, count)
 
 
 def _apart(group: Group) -> bool:

@@ -61,7 +61,7 @@ class Segment:
                 _map_over(bucket, fd, self.parts + self.seat * self.part_bytes + offset, size)
         finally:
             os.close(fd)
-        numbers = memoryview(self._memory).cast("q")
+        self.numbers = numbers = memoryview(self._memory).cast("q")
         seat = _LINE * (1 + self.seat) // 8
         numbers[seat + _RANK] = group.rank
         numbers[seat + _PID] = os.getpid()

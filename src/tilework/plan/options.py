@@ -31,6 +31,8 @@ class Options:
     # with any number of replicas.
     num_replicas: int = 1  # how many replicas to plan for
     num_shards: int = 1  # parts of the update that replicas can share out, each keeping its own parts' optimizer state
+    # Statistics of all replicas in every batch normalization; without it, in those of nn.SyncBatchNorm alone.
+    sync_batch_norm: bool = False
     piece_size: int = 400  # longer programs (in operators) are compiled in pieces, on several cores
     disable: tuple[str, ...] = ()  # planning passes to turn off
 
@@ -51,6 +53,8 @@ class Options:
             problems.append(f"num_shards: found {self.num_shards}, expected 1 to 256")
         if self.num_shards > 1 and self.num_replicas == 1:
             problems.append("num_shards: needs num_replicas=2 or more; one replica has nobody to share with")
+        if self.sync_batch_norm and self.num_replicas == 1:
+            problems.append("sync_batch_norm: needs num_replicas=2 or more; one replica has nobody to share with")
         if self.piece_size < 1:
             problems.append(f"piece_size: found {self.piece_size}, expected 1 or more")
         problems += [f"disable: no pass {p!r}; {did_you_mean(p, PASSES)}" for p in self.disable if p not in PASSES]

@@ -26,13 +26,12 @@ from ..artifact.reader import Artifact, read_artifact
 from ..artifact.structure import unflatten
 from ..errors import UserError, did_you_mean
 from ..tiles.page import COPY, LOAD, SAVE, WAIT
-from . import checkpoint, sync
+from . import checkpoint, sync, together
 from .advice import advise
 from .arguments import by_name, joined
 from .calls import Calls
 from .checks import raise_failed
 from .devices import NotANumber, device_class, rank_base
-from .devices.host import HostMemory
 from .fitting import require
 from .hyper import part_of, resolve
 from .leasing import Footing
@@ -207,6 +206,7 @@ class Session:
             self.joined = {"reduce": reduce, "algorithm": algorithm, "average": average, "overlap": overlap,
                            "shard": shard}  # fmt: skip
             self.seed(self._seed)
+            together.sum_over(group, self._device, self.manifest, algorithm)
             reducer, native = joined(group, self._device, reduce, algorithm, average=average, overlap=overlap)
             self.reduce_with(reducer if group.size > 1 else None)
             self._running.natively = native and group.size > 1 and not shard
@@ -214,12 +214,7 @@ class Session:
             if self._has_weights:
                 self._equal_weights()
             if shard and group.size > 1:
-                from ..parallel.shards import Shards
-
-                memory = self._device.memory
-                if not isinstance(memory, HostMemory):
-                    raise UserError("run-shards", f"the device {self.device_name} cannot share out the update")
-                self._running.shards = Shards(group, self.manifest, self._first.signature, memory.tensors)
+                self._running.shards = together.shared_out(group, self._device, self.manifest)
 
     @property
     def shards(self) -> Shards | None:
@@ -240,16 +235,9 @@ class Session:
                             fix="every rank calls session.gather() first")  # fmt: skip
 
     def _equal_weights(self) -> None:
-        if self.group is not None and self.group.size > 1:
-            from ..parallel.group import equal
-
+        if self.group is not None:
             with self.page.during(WAIT):
-                names = [b for b in self.memory if is_kind(b, *WEIGHTS)]
-                tensors = {b: self.memory.read(b) for b in names}
-                equal(self.group, list(tensors.values()))
-                if self.group.rank:
-                    for name, tensor in tensors.items():
-                        self.memory.write(name, tensor)
+                together.equal_weights(self.group, self.memory)
 
     # ---- running ----
 

@@ -29,7 +29,7 @@ from .host import HostMemory
 
 if TYPE_CHECKING:  # a session alone needs nothing of it
     from ...parallel.algorithms import Algorithm
-    from ...parallel.exchange import Exchange
+    from ...parallel.exchange import Exchange, Sums
     from ...parallel.group import Group
 
 _NAN, _ALONE = 2, 3  # what the driver returns
@@ -161,6 +161,7 @@ class Device:
         self._backups: dict[str, torch.Tensor] = {}
         self._artifact = artifact
         self.exchange: Exchange | None = None
+        self.sums: Sums | None = None
         self.programs: dict[str, _Program] = {}
         self.libraries: dict[str, ctypes.CDLL] = {}  # by member; a library holds one program or several
         self._keep: list[object] = []
@@ -247,6 +248,16 @@ class Device:
     def bind(self, call: Call) -> _Bound:
         return _Bound(self, call)
 
+    def sum_over(self, group: Group, algorithm: Algorithm) -> None:
+        """Programs that ask for sums over all replicas get those of this group from now on."""
+        from ...parallel.exchange import Sums
+
+        asking = [library for library in self.libraries.values() if hasattr(library, "tilework_sum_with")]
+        if asking:
+            self.sums = Sums(open_code("exchange", self._artifact.native["native/exchange.so"]), group, algorithm=algorithm)
+            for library in asking:
+                self.sums.give_to(library)
+
     def join(self, group: Group, *, mean: bool, algorithm: Algorithm, overlap: bool) -> Exchange | None:
         """Calls with `reduce` from now on include the other ranks. None: this artifact was not compiled for replicas."""
         code = self._artifact.native.get("native/exchange.so")
@@ -256,6 +267,8 @@ class Device:
 
         manifest = self._artifact.manifest
         watched = {name: p.completes for name, p in manifest.programs.items() if p.completes}
+        # Sums in the middle of a program and gradients on their way beside it would meet on the same connections.
+        overlap = overlap and self.sums is None
         ready = next(iter(watched.values())) if overlap and len(watched) == 1 and len(manifest.buckets) > 1 else None
         self.exchange = Exchange(open_code("exchange", code), group, self.memory.buckets, mean=mean, algorithm=algorithm,
                                  ready_after=ready)  # fmt: skip
@@ -267,8 +280,9 @@ class Device:
         return self.exchange
 
     def close(self) -> None:
-        if self.exchange is not None:
-            self.exchange.close()
+        for exchange in (self.exchange, self.sums):
+            if exchange is not None:
+                exchange.close()
         for release in self._release:
             release()
         for handle in self.handles.values():
@@ -305,7 +319,7 @@ class _Bound:
         native.counts = int(call.counts)
         if call.reduce and device.exchange is not None:
             native.reduction = _Reduction(*device.exchange.functions())
-        self._exchange = device.exchange
+        self._exchange, self._sums = device.exchange, device.sums
         if call.shown_loss:
             loss = device.buffers[call.shown_loss]
             native.shown_loss = loss.data_ptr() if loss.dtype == torch.float32 and loss.dim() == 0 else None
@@ -352,6 +366,8 @@ class _Bound:
         text = self.error.value.decode("utf-8", "replace")
         if status == _ALONE and self._exchange is not None:
             raise self._exchange.failed(text)
+        if self._sums is not None and self._sums.has_failed:
+            raise self._sums.failed(text)
         if "out of bounds" in text:
             raise UserError("input-values", "an index in the inputs is out of range", found=text[:100].split("\n")[0],
                             fix="correct the class labels or token numbers; load the weights again, "

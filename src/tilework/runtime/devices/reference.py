@@ -6,14 +6,14 @@ import functools
 import operator
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...artifact import operators  # noqa: F401  (defines our own operators)
 from ...artifact.fingerprint import Part
 from ...artifact.graph import RESHAPES, Graph, Ref
 from ...artifact.names import SEED
+from ...artifact.operators import SYNCHRONISES  # and defines our own operators
 from ...artifact.random import next_seed
 from ...artifact.reader import Artifact
 from ...errors import MachineError, UserError
@@ -21,11 +21,15 @@ from ...tiles.page import Slot
 from . import Call, Needs, NotANumber, inference_base
 from .host import HostMemory
 
+if TYPE_CHECKING:
+    from ...parallel.algorithms import Algorithm
+    from ...parallel.group import Group
+
 # Our own operators that graphs are made of. Others of ours only stand in for something while native code is generated.
 _OWN = frozenset(
     f"tilework.{name}"
     for name in ("product", "batch_product", "updated_by_product", "once", "kept", "max_pool", "max_pool_grad", "small_conv",
-                 "small_conv_input_grad", "small_conv_weight_grad", "random_bits", "ctc")
+                 "small_conv_input_grad", "small_conv_weight_grad", "random_bits", "ctc", "over_replicas")
 )  # fmt: skip
 
 
@@ -104,6 +108,16 @@ class Device:
 
     def bind(self, call: Call) -> _Bound:
         return _Bound(self, call)
+
+    def sum_over(self, group: Group, algorithm: Algorithm) -> None:
+        def total(x: torch.Tensor) -> torch.Tensor:
+            flat = x.contiguous().view(-1).clone()
+            group.all_reduce(flat, algorithm)
+            return flat.view(x.shape)
+
+        for replay in self.programs.values():
+            names = [n.op for n in replay.graph.nodes]
+            replay.operators = [total if n == SYNCHRONISES else op for n, op in zip(names, replay.operators, strict=True)]
 
     def close(self) -> None:
         self.programs.clear()
