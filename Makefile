@@ -32,7 +32,7 @@ lint: setup
 	@$(BIN)/mypy
 
 test: lint
-	@$(BIN)/python -m pytest -n 2 $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 test-full: lint
 	@$(BIN)/python scripts/test_full.py $(ARGS)

@@ -21,7 +21,7 @@ def measured(num_ranks: int, *, json: bool) -> int:
         from ..parallel.launch import launch
 
         words = [sys.executable, "-m", "tilework", "measure", "--collectives", *(["--json"] if json else [])]
-        return launch(words, num_ranks, tag=False)
+        return launch(words, num_ranks, tag=None)
     from ..parallel.bandwidth import sweep
 
     with start() as group:

@@ -23,4 +23,4 @@ def command(
 
     if shutil.which(words[0]) is None:
         raise UserError("ranks-launched", f"there is no command {words[0]!r}", fix="tilework launch -n 2 -- python train.py")
-    raise typer.Exit(launch(words, num_ranks, tag=tag))
+    raise typer.Exit(launch(words, num_ranks, tag="[{rank}] " if tag else None))

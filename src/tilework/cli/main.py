@@ -33,6 +33,7 @@ VERBS = {
     "inspect": "Show what an artifact contains, without running it.",
     "cache": "Show, trim or clear the compile cache.",
     "doctor": "Check what this machine can do and what is missing.",
+    "job": "Queue commands: submit, list, show, logs, cancel, wait.",
     "tiles": "List the tiles of this machine and the sessions on them.",
     "top": "Watch tiles and sessions live; q quits.",
     "daemon": "Run, install or query the service that leases tiles.",
@@ -69,6 +70,9 @@ def _register(argv: list[str]) -> None:
     verb = next((word for word in argv if not word.startswith("-")), None)
     if verb in VERBS:
         module = importlib.import_module(f".{verb}", __package__)
+        if hasattr(module, "app"):  # a verb with verbs of its own
+            app.add_typer(module.app, name=module.NAME, help=module.HELP, epilog=module.EXAMPLE)
+            return
         settings = getattr(module, "SETTINGS", None)
         app.command(module.NAME, help=module.HELP, epilog=module.EXAMPLE, context_settings=settings)(module.command)
         return

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from ..errors import MachineError, UserError
+from ..jobs import commands
 from .output import out, print_json
 
 NAME = "site"
@@ -22,10 +23,10 @@ def command(
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     done: dict[str, Any] = {}
-    for point in entry_points(group="tilework.site"):
-        site = point.load()
+    sites = {"commands of the queue": commands, **{point.name: point.load() for point in entry_points(group="tilework.site")}}
+    for name, site in sites.items():
         try:
-            done[point.name] = [str(p) for p in site.install(root)] if action == "install" else site.remove(root)
+            done[name] = [str(p) for p in site.install(root)] if action == "install" else site.remove(root)
         except FileExistsError as e:
             raise UserError("site-exists", f"{e}: Tilework did not create this folder, so it is left alone",
                             fix="choose another --root, or move it away")from e  # fmt: skip
@@ -37,5 +38,7 @@ def command(
         return
     for name, what in done.items():
         lines = what if isinstance(what, list) else ["removed" if what else "nothing was there"]
+        if action == "install" and not lines:
+            lines = ["not needed: there is a Slurm"]
         for line in lines:
             out.print(f"{name}: {line}", markup=False)

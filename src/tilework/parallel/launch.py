@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import IO
 
 from ..errors import UserError
@@ -19,10 +19,19 @@ STOPPED = 76  # group.py's: a rank that stopped because another failed, and is n
 GRACE = 5.0  # seconds that ranks have to stop by themselves, then again after SIGTERM
 
 
-def launch(command: Sequence[str], num_ranks: int, *, tag: bool = True) -> int:
+def launch(
+    command: Sequence[str],
+    num_ranks: int,
+    *,
+    tag: str | None = "[{rank}] ",
+    environment: Callable[[int], dict[str, str]] = lambda rank: {},
+    quiet: bool = False,
+) -> int:
     """Runs `num_ranks` copies of the command, and returns the exit code of the one that failed first; 0 where all went well.
 
-    tag   lines of output begin with the rank's number."""
+    tag           what lines of output begin with; None: they are passed on as they are.
+    environment   more variables of a rank.
+    quiet         does not say which rank failed."""
     if num_ranks < 1:
         raise UserError("ranks-launched", "the number of ranks", found=str(num_ranks), expected="1 or more")
     key, ranks = secrets.token_hex(12), list[subprocess.Popen[bytes]]()
@@ -35,21 +44,22 @@ def launch(command: Sequence[str], num_ranks: int, *, tag: bool = True) -> int:
                 "TILEWORK_LOCAL_SIZE": str(num_ranks), "TILEWORK_LAUNCH": key, "PYTHONUNBUFFERED": "1",
                 # Not the C++ stacks of lost connections: we say it in a line.
                 "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
+                **environment(rank),
             }  # fmt: skip
-            pipe = subprocess.PIPE if tag else None
+            pipe = subprocess.PIPE if tag is not None else None
             ranks.append(
                 subprocess.Popen(list(command), env=env, stdout=pipe, stderr=pipe, stdin=subprocess.DEVNULL if rank else None)
             )
-            if tag:
+            if tag is not None:
                 for source, target in ((ranks[-1].stdout, sys.stdout), (ranks[-1].stderr, sys.stderr)):
-                    readers.append(threading.Thread(target=_copy, args=(source, target, f"[{rank}] "), daemon=True))
+                    readers.append(threading.Thread(target=_copy, args=(source, target, tag.format(rank=rank)), daemon=True))
                     readers[-1].start()
     except OSError as e:
         _stop(ranks, signal.SIGKILL)
         raise UserError("ranks-launched", f"{command[0]} could not be started", found=e.strerror or str(e)) from None
     before = {s: signal.signal(s, lambda number, _: _stop(ranks, number)) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
-        code = _wait(ranks)
+        code = _wait(ranks, quiet)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -58,7 +68,7 @@ def launch(command: Sequence[str], num_ranks: int, *, tag: bool = True) -> int:
     return code
 
 
-def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], quiet: bool) -> int:
     left, failed, stopped, deadline, asked = list(ranks), list[tuple[int, int]](), set[int](), 0.0, 0
     while left:
         for each in [r for r in left if r.poll() is not None]:
@@ -76,7 +86,8 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
     cause = [(r, c) for r, c in failed if c != STOPPED and r not in stopped] or failed
     rank, code = cause[0]
     said = f"was ended by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"ended with exit code {code}"
-    print(f"tilework: rank {rank} {said}", file=sys.stderr, flush=True)
+    if not quiet:
+        print(f"tilework: rank {rank} {said}", file=sys.stderr, flush=True)
     return 128 - code if code < 0 else code
 
 

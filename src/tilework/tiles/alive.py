@@ -28,11 +28,25 @@ def holder(fd: int) -> int | None:
     return None if kind == fcntl.F_UNLCK else pid
 
 
+def _fields(pid: int) -> list[str]:
+    """Of /proc/<pid>/stat, from the state on. OSError where there is no such process."""
+    with open(f"/proc/{pid}/stat") as f:
+        return f.read().rpartition(")")[2].split()
+
+
+def parents(pid: int) -> list[tuple[int, int]]:
+    """(pid, start) of the processes above one, the nearest first."""
+    found: list[tuple[int, int]] = []
+    with contextlib.suppress(OSError):
+        while (pid := int(_fields(pid)[1])) > 1 and len(found) < 1000:
+            found.append((pid, int(_fields(pid)[19])))
+    return found
+
+
 def start_time(pid: int) -> int | None:
     """When a process started, in the kernel's ticks: with the pid it names a process for ever. None: there is none."""
     try:
-        with open(f"/proc/{pid}/stat") as f:
-            fields = f.read().rpartition(")")[2].split()
+        fields = _fields(pid)
     except OSError:
         return None
     ended = fields[0] in ("Z", "X") and int(fields[17]) <= 1  # the first thread may end before the others

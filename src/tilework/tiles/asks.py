@@ -6,6 +6,7 @@ share:2           half of a chip's tiles: what one of two ranks on a node takes
 gpus:2            two whole GPUs
 gpu-tiles:3       three tiles of GPUs
 0-3,8             those tiles; `tiles:8` for a single one
+chip:2-3          those chips, by number
 /X_0/R_1          the tiles at a path, as `tilework tiles` writes them
 all               every core that the process may use
 job, job:4        for the job that the process is in: one chip, or whatever is written after `job:`
@@ -26,7 +27,7 @@ from .topology import Node
 
 MOST = 4096  # tiles of a request; no node has as many
 SHARED = "shared"
-_EXPECTED = "4, chips:2, gpus:1, gpu-tiles:2, 0-3,8, tiles:8, a path, all, job, job:4 or shared"
+_EXPECTED = "4, chips:2, gpus:1, gpu-tiles:2, 0-3,8, tiles:8, chip:1, a path, all, job, job:4 or shared"
 
 
 class Ask(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -73,6 +74,12 @@ def parse(text: str, node: Node) -> Ask:
             return Ask(chips=_positive(text.removeprefix("gpus:")), gpu=True)
         if text.startswith("gpu-tiles:"):
             return Ask(count=_positive(text.removeprefix("gpu-tiles:")), gpu=True)
+        if text.startswith("chip:"):
+            chips = sorted(set(numbers(text.removeprefix("chip:"), MOST)))
+            if chips and chips[-1] < len(node.chips):
+                return Ask(tiles=tuple(t.index for c in chips for t in node.chips[c]))
+            raise UserError("tiles-ask", "there is no such chip on this node", found=text,
+                            expected=f"chip:0 to chip:{len(node.chips) - 1}")  # fmt: skip
         if text.startswith("chips:"):
             return Ask(chips=_positive(text.removeprefix("chips:")))
         if text.isdigit():

@@ -231,18 +231,22 @@ def lease(
     platform: str | None = None,
     wait: float | None = None,
     cpus: set[int] | None = None,
+    keeps: str = "",
+    part: tuple[int, int] = (0, 1),
     report: Callable[[str], None] | None = None,
     own: tuple[Page, int] | None = None,
 ) -> Lease:
     """Waits in line. UserError where the time runs out, with the names of those who hold the tiles. If the daemon dies meanwhile,
     the request is made again at the next one.
 
-    cpus: that the process may use, as far as it knows better than the kernel. own: its files, where it has some."""
+    cpus: that the process may use, as far as it knows better than the kernel. own: its files, where it has some.
+    keeps: a job's id; the tiles are for this process's descendants, who ask for `job`, each for its part of them."""
     until = None if wait is None else time.monotonic() + wait
     page, stack = own or files()
     text, exact = (ask, None) if isinstance(ask, str) else ("", ask)
     request = messages.LeaseRequest(text, exact, ranges(cpus or os.sched_getaffinity(0)), page.fd, stack, _text(command, 200),
-                                    _text(label, 60), platform, request=uuid.uuid4().hex[:12])  # fmt: skip
+                                    _text(label, 60), platform, keeps=keeps, part=part,
+                                    request=uuid.uuid4().hex[:12])  # fmt: skip
     lost = 0.0  # since when the daemon that we asked is gone
     try:
         while True:

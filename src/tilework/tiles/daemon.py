@@ -31,6 +31,7 @@ from .machine import numbers, ranges
 from .messages import printable
 from .metrics import Counters, exposition
 from .place import INSTALLED, Place
+from .placement import share_of
 from .records import Kind, Record
 from .server import Connection, Server
 from .site import read_site
@@ -187,6 +188,8 @@ class Daemon(Server):
                 self._end(lease, "released" if alive.start_time(lease.record.pid) == lease.record.start else "process ended")
 
     def _count(self, lease: Lease) -> None:
+        if lease.record.kind == "job":  # its members count
+            return
         job = self.ledger.leases.get(lease.record.of)
         self.counted.look(self.ledger.node, lease, job.record.tiles if job else lease.record.tiles)
 
@@ -320,13 +323,17 @@ class Daemon(Server):
         try:
             note = self._take_platform(request.platform)
             whole, text = for_job(request.text)
-            if whole and not record.job:
+            of = self.ledger.of_job(record) if whole else None
+            if whole and of is None and not record.job:
                 raise UserError("tiles-job", "tiles for a job are asked for, but this process is in none",
-                                found="no job in its cgroup", fix="ask without `job`: TILEWORK_TILES=4",
-                                expected="a process of a Slurm job, on a node that keeps jobs in cgroups")  # fmt: skip
+                                found="no job in its cgroup, and no process above it that keeps one",
+                                expected="a process of a job of `tilework job`, or of Slurm with jobs in cgroups",
+                                fix="ask without `job`: TILEWORK_TILES=4")  # fmt: skip
+            if request.keeps:
+                record.kind, record.job, record.cgroup, whole = "job", printable(request.keeps, 40), "", False
+            record.part = request.part
             ask = request.ask or (parse(text, self.ledger.node) if text else Ask())
             waiting = Waiting(record, ask, until, page, connection, cpus, whole, since=since)
-            of = self.ledger.of_job(record) if whole else None
             if of is None:
                 self.ledger.wait(waiting)
         except BaseException:
@@ -403,7 +410,13 @@ class Daemon(Server):
 
     def _tell(self, connection: Connection, lease: Lease, note: str) -> bool:
         holder = self.ledger.leases.get(lease.record.of, lease).record
-        gives = compute(self.ledger.node, holder.tiles) | {"cpus": holder.cpus}  # the node may have another shape by now
+        which, parts = lease.record.part
+        tiles = share_of(holder.tiles, which, parts)
+        gives = compute(self.ledger.node, tiles)
+        if tiles == holder.tiles:
+            gives["cpus"] = holder.cpus  # the node may have another shape by now
+        elif len(holder.tiles) < parts:
+            note = "; ".join(filter(None, (note, f"{parts} tasks of the job share {len(holder.tiles)} tiles")))
         return self.say(connection, {"state": "granted", "lease": lease.record.id, "note": note, **gives})
 
     def _begin(self, record: Record, page: int | None) -> Lease:
@@ -457,6 +470,8 @@ class Daemon(Server):
         if lease.pidfd >= 0:
             with contextlib.suppress(KeyError):
                 self.selector.unregister(lease.pidfd)
+        for member in self.ledger.members(lease) if lease.record.kind == "job" else ():
+            self._end(member, "its job ended")
         lease.close()
         records.remove(self.folder, lease.record)
         self.store.ended(lease.record, how)

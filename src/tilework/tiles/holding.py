@@ -15,9 +15,9 @@ import threading
 from collections.abc import Callable
 
 from ..errors import UserError
-from ..parallel.environment import ranks_on_node
+from ..parallel.environment import launched, ranks_on_node
 from . import client
-from .asks import SHARED
+from .asks import SHARED, for_job
 from .client import Lease
 from .page import Page
 from .topology import asked_platform
@@ -93,12 +93,13 @@ def one_chip() -> str:
 
 
 def _take(held: Held, text: str, say: Callable[[str], None]) -> None:
-    ranks = ranks_on_node()
-    if ranks > 1:
+    ranks, own, in_a_job = ranks_on_node(), launched().local_rank, for_job(text)[0]
+    if ranks > 1 and not in_a_job:
         _check_ranks(ranks)
+    part = (own, ranks) if in_a_job and own < ranks else (0, 1)
     could = set(_before) or os.sched_getaffinity(0)
     lease = client.lease(text, command=_command(), label=_label(), platform=asked_platform(), wait=_wait(), cpus=could,
-                         report=say, own=(held.page, held.stack))  # fmt: skip
+                         part=part, report=say, own=(held.page, held.stack))  # fmt: skip
     held.lease = lease
     held.asked |= {text, "", SHARED, str(len(lease.tiles))}
     if held.users == 0:

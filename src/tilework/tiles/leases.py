@@ -19,7 +19,7 @@ class Lease:
         self.hung = False
         self.empty_since = record.since  # of a job: since when none of its processes is there, wall clock
         self.pidfd = -1  # readable when the process has ended
-        if record.kind in ("exclusive", "member"):
+        if record.kind in ("exclusive", "member") or (record.kind == "job" and page is not None):
             with contextlib.suppress(OSError):  # it has ended already: the next regular check sees that
                 self.pidfd = os.pidfd_open(record.pid)
 
@@ -27,7 +27,7 @@ class Lease:
     def found(cls, record: Record) -> Lease | None:
         """The live lease of a record that an earlier daemon wrote; None where its process, or its job, is gone."""
         page, until = None, time.monotonic() + 1.0
-        if record.kind != "job":
+        if record.kind != "job" or not record.cgroup:
             page = alive.open_memory(record.pid, record.uid, record.page, record.inode)
             while page is None and alive.is_ending(record.pid, record.start) and time.monotonic() < until:
                 time.sleep(0.001)
@@ -40,7 +40,8 @@ class Lease:
         return None
 
     def alive(self) -> bool:
-        """A job lives as long as a process is in its cgroup, anything else as long as its process has its page locked."""
+        """A job of Slurm's lives as long as a process is in its cgroup, anything else as long as its process has its page
+        locked."""
         if self.usage.fd is None:
             return jobs.populated(self.record.cgroup)
         return alive.holder(self.usage.fd) == self.record.pid

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import UserError
+from . import alive
 from .asks import Ask, capped
 from .leases import Lease
 from .machine import ranges
@@ -118,10 +119,12 @@ class Ledger:
 
     def of_job(self, record: Record) -> Lease | None:
         """The lease of the job that a process is in. A job has one user."""
-        whose = (record.cgroup, record.uid)
-        return next(
-            (x for x in self.leases.values() if x.record.kind == "job" and (x.record.cgroup, x.record.uid) == whose), None
-        )
+        jobs = [x for x in self.leases.values() if x.record.kind == "job" and x.record.uid == record.uid]
+        if record.cgroup:
+            return next((x for x in jobs if x.record.cgroup == record.cgroup), None)
+        above = alive.parents(record.pid) if jobs else []  # (pid, start), the nearest first
+        kept = {(x.record.pid, x.record.start): x for x in jobs if not x.record.cgroup}
+        return next((kept[who] for who in above if who in kept), None)
 
     def members(self, lease: Lease) -> list[Lease]:
         """Whose pages say what a lease is doing."""

@@ -27,6 +27,11 @@ class LeaseRequest(msgspec.Struct, tag="lease", forbid_unknown_fields=True):
     label: str = ""  # what the process calls its job
     platform: str | None = None
     wait: float | None = None  # seconds; None: as the site says
+    keeps: str = ""  # a job's id: the tiles are for this process's descendants, who ask for `job`
+    part: tuple[Annotated[int, Meta(ge=0)], Annotated[int, Meta(ge=1, le=4096)]] = (
+        0,
+        1,
+    )  # which of how many parts of a job's tiles
     request: str = ""  # the client's name for it: where a daemon dies, the next one is asked the same again
 
 

@@ -81,6 +81,13 @@ def _weight(tiles: Iterable[Tile], load: Mapping[int, int]) -> int:
     return sum(load.get(cpu, 0) for tile in tiles for cpu in tile.cpus)
 
 
+def share_of(tiles: tuple[int, ...], which: int, parts: int) -> tuple[int, ...]:
+    """One of several parts of a job's tiles, as even as can be. With fewer tiles than parts, some share one."""
+    if len(tiles) < parts:
+        return (tiles[which % len(tiles)],) if tiles else ()
+    return tiles[len(tiles) * which // parts : len(tiles) * (which + 1) // parts]
+
+
 def useful(node: Node, usable: Set[int], ask: Ask) -> set[int]:
     """Every tile that some placement of the ask could include; `usable` are those that are not drained."""
     if ask.tiles is not None:

@@ -26,7 +26,8 @@ Kind = Literal["exclusive", "shared", "job", "member"]
 
 class Record(msgspec.Struct, eq=False):
     """Of a process that holds tiles (exclusive), shares the machine (shared), or runs on its job's tiles (member); or of a job
-    that holds tiles. It may have been written by an older or newer version."""
+    that holds tiles: Slurm's, which is a cgroup, or one that a process keeps, which is that process and its descendants. It may
+    have been written by an older or newer version."""
 
     id: str
     kind: Kind
@@ -48,6 +49,7 @@ class Record(msgspec.Struct, eq=False):
     job: str = ""
     step: str = ""
     of: str = ""  # of a member: the job's lease
+    part: tuple[int, int] = (0, 1)  # and which of how many parts of its tiles
 
 
 def path_of(folder: Path, record: Record) -> Path:

@@ -15,6 +15,9 @@ tiles_per_user = 32
 requests_per_user = 64       # waiting at one time
 wait_seconds = 600           # how long a session waits for its tiles, unless it says otherwise
 hung_seconds = 120           # inside a section without progress for so long: hung
+
+[jobs]
+gres_per = "node"            # or "task": what a count of generic resources (--gres) is for
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import os
 import re
 import tomllib
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -49,10 +53,15 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hung_seconds: float = 120.0
 
 
+class Jobs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    gres_per: Literal["node", "task"] = "node"
+
+
 class _Content(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     platform: str | None = None
     shape: Shape | None = None
     limits: Limits = Limits()
+    jobs: Jobs = Jobs()
 
 
 class Site(_Content, frozen=True):
@@ -105,7 +114,7 @@ def read_site(path: Path | None = None) -> Site:
                         fix=_FIX) from e  # fmt: skip
     except msgspec.ValidationError as e:
         raise site.wrong(_key_of(str(e)), str(e)) from e
-    site = Site(found.platform, found.shape, found.limits, path, text)
+    site = Site(found.platform, found.shape, found.limits, found.jobs, path, text)
     _check(site)
     return site
 

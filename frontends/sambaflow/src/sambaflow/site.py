@@ -10,6 +10,7 @@ PLACE = "opt/sambaflow"  # below the root
 MPI = "opt/mpich-3.3.2"  # where scripts look for mpirun
 MARK = ".tilework-site"  # in the folder that we made: only such a folder is ever removed or replaced
 TOOLS = ("tilework", "python", "sntilestat", "snconfig", "snd")
+RESOURCES = {"rdu": "chips"}  # what `--gres` calls a chip
 SERVICE_NAMES = ("snd.service",)  # what `systemctl status` is asked for on such a site
 
 _ACTIVATE = """# Tilework: sourced by a site's scripts. The Python environment that Tilework is installed in, and its tools.
