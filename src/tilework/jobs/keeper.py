@@ -23,6 +23,7 @@ from pathlib import Path
 
 from ..errors import TileworkError
 from ..tiles import alive
+from ..tiles.client import SERVICE
 from .book import Book, Supervised, boot
 from .spec import Spec
 from .supervisor import MARK, Supervisor, mark_of
@@ -55,7 +56,7 @@ def poke(folder: Path) -> None:
         os.close(place)
     here = str(Path(__file__).resolve().parents[2])  # the same Tilework as this one, wherever it was found
     keep = ("PATH", "HOME", "USER", "LANG", "TILEWORK_RUN", "TILEWORK_SITE", "TILEWORK_KILL_WAIT", "XDG_RUNTIME_DIR")
-    env = {k: v for k, v in os.environ.items() if k in keep}
+    env = {k: v for k, v in os.environ.items() if k in keep} | {SERVICE: "1"}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
     words = [sys.executable, "-m", "tilework.jobs.keeper", str(folder)]
     subprocess.run(["/bin/sh", "-c", '"$@" &', "sh", *words], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,

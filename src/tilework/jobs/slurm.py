@@ -47,35 +47,31 @@ _REASONS = {
     "JobHeldUser": "it is held", "JobHeldAdmin": "it is held by an administrator", "TimeLimit": "its time was over",
     "NodeDown": "its node went down", "OUT_OF_MEMORY": "it used more memory than it had", "DEADLINE": "its deadline was over",
     "NODE_FAIL": "its node went down", "PREEMPTED": "another job took its place", "BOOT_FAIL": "its node did not boot",
-    "SUSPENDED": "it is suspended", "COMPLETING": "it is ending",
+    "TIMEOUT": "its time was over", "SUSPENDED": "it is suspended", "COMPLETING": "it is ending",
 }  # fmt: skip
 _SILENT = re.compile(
     r"contact slurm|connect|timed? ?out|zero bytes|munge|authenticat|configuration source|communication", re.IGNORECASE
 )
-_WHOLE = (signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP, signal.SIGCONT)  # for all processes of a job, not only its first one
+# Which signal brings another to the program by way of the batch script: STOP would stop the shell, and of a TERM it cannot know
+# whether Slurm has sent it to the program as well, as it does without cgroups when it ends a job.
+_CARRIED = {int(signal.SIGSTOP): int(signal.SIGTSTP), int(signal.SIGTERM): int(signal.SIGPWR)}
 _TRAPPED = (
-    signal.SIGHUP,
-    signal.SIGINT,
-    signal.SIGQUIT,
-    signal.SIGALRM,
-    signal.SIGTERM,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-    signal.SIGXCPU,
-)
+    signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGALRM, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU,
+    signal.SIGCONT, signal.SIGTSTP, signal.SIGPWR,
+)  # fmt: skip
 
 
 # ---- the batch script
 
-# set -m: else bash starts what runs in the background deaf to INT and QUIT. A signal ends `wait` early: it waits again.
+# trap -: else bash starts what runs in the background deaf to INT and QUIT. A signal ends `wait` early: it waits again.
 _WRAPPER = """\
 # Tilework: how it ends is noted here, for when Slurm has forgotten the job.
 tw_note={folder}/$SLURM_JOB_ID.json
 tw_started=$(date +%s.%N) tw_signals= tw_program= tw_scratch=
 tw_write() {{
     printf '{{"started": %s, "ended": %s, "exit_code": %s, "signals": "%s", "nodes": "%s", "runs": %d}}\\n' \\
-        "$tw_started" "$1" "$2" "${{tw_signals# }}" "$SLURM_JOB_NODELIST" "$((${{SLURM_RESTART_COUNT:-0}} + 1))" >"$tw_note.new"
-    mv -f "$tw_note.new" "$tw_note"
+        "$tw_started" "$1" "$2" "${{tw_signals# }}" "$SLURM_JOB_NODELIST" "$((SLURM_RESTART_COUNT + 1))" >"$tw_note.new" &&
+        mv -f "$tw_note.new" "$tw_note"
 }} 2>/dev/null
 tw_ended() {{
     tw_write "$(date +%s.%N)" "$1"
@@ -84,16 +80,14 @@ tw_ended() {{
 tw_caught() {{
     tw_signals="$tw_signals $1" tw_interrupted=1
     [ "$1" != TERM ] || tw_write null null
-    tw_pass "$1"
+{requeue}    tw_pass "$1"
 }}
 {passing}trap 'tw_ended $?' EXIT
 for tw_name in {trapped}; do trap "tw_caught $tw_name" "$tw_name"; done
 tw_write null null
 {program}
-set -m
-"$@" &
+(trap - INT QUIT && exec "$@") &
 tw_program=$!
-set +m
 for tw_name in $tw_signals; do tw_pass "$tw_name"; done
 while :; do
     tw_interrupted=
@@ -103,15 +97,20 @@ while :; do
 done
 exit "$tw_code"
 """
+# Slurm requeues a job whose node went down, and not one whose time is over. It does as long as the job is about to end.
+_REQUEUE = '    [ "$1" != TERM ] || [ $SECONDS -lt {seconds} ] || scontrol requeue "$SLURM_JOB_ID"\n'
 _PASS = """\
-# With cgroups Slurm signals this shell alone, and the program gets it from here; without them, TERM reaches them all.
+# When Slurm ends a job it signals this shell alone where it has cgroups, and elsewhere all processes. PWR and TSTP are from Tilework.
 tw_pass() {
     [ -n "$tw_program" ] || return
-    [ "$1" != TERM ] || grep -q "/job_$SLURM_JOB_ID" /proc/self/cgroup || return
-    kill -s "$1" "$tw_program" 2>/dev/null
-}
+    case $1 in
+        PWR) kill -s TERM "$tw_program" ;;
+        TSTP) kill -s STOP "$tw_program" ;;
+        TERM) grep -q "/job_$SLURM_JOB_ID" /proc/self/cgroup && kill -s TERM "$tw_program" ;;
+        *) kill -s "$1" "$tw_program" ;;
+    esac
+} 2>/dev/null
 """
-_PASS_ALL = 'tw_pass() { [ -z "$tw_program" ] || kill -s "$1" "$tw_program" 2>/dev/null; }\n'
 _PASS_NONE = "tw_pass() { :; }  # Slurm signals the tasks of srun itself\n"
 
 
@@ -137,6 +136,11 @@ def _own_lines(script: str) -> list[str]:
     return found
 
 
+def _has(lines: list[str], short: str, long: str) -> bool:
+    pattern = rf"\s(--{long}\b" + (rf"|-{short})" if short else ")")
+    return any(re.search(pattern, line) for line in lines)
+
+
 def _by_steps(spec: Spec) -> bool:
     """Are signals for the tasks that srun starts? Else they are for the batch script's own process."""
     if spec.command:
@@ -152,12 +156,13 @@ def _clock(seconds: float) -> str:
 def _lines(spec: Spec, folder: Path) -> list[str]:
     """For sbatch, of which a later one counts: what we take for granted, what the script says itself, and what was asked for."""
     own = _own_lines(spec.script)
-    lines = [_line("job-name", Job(id="", spec=spec, state="PENDING").name)]
-    if not spec.output:
+    name = _line("job-name", Job(id="", spec=spec, state="PENDING").name)
+    lines = [] if spec.name and own else [name]
+    if not spec.output and not _has(own, "o", "output"):
         lines += [_line("output", f"{folder}/%j.out"), _line("error", f"{folder}/%j.err")]
     lines += [_line("no-requeue"), *own]
     if spec.name and own:
-        lines.append(_line("job-name", spec.name))
+        lines.append(name)
     if spec.output:
         lines.append(_line("output", spec.output))
     if spec.error:
@@ -179,11 +184,12 @@ def _lines(spec: Spec, folder: Path) -> list[str]:
         some = [i.removeprefix("any:") for i in spec.after if i.startswith("any:")]
         words = [":".join(["afterok", *well])] * bool(well) + [":".join(["afterany", *some])] * bool(some)
         lines += [_line("dependency", ",".join(words)), _line("kill-on-invalid-dep", "yes")]
-    if spec.signal and not any(re.search(r"--signal\b", line) for line in own):
-        who = "" if _by_steps(spec) else "B:"
-        lines.append(_line("signal", f"{who}{_signal_name(spec.signal[0])}@{math.ceil(spec.signal[1])}"))
+    if spec.signal and not _has(own, "", "signal"):
+        number, before = spec.signal
+        who = _signal_name(number) if _by_steps(spec) else f"B:{_signal_name(_CARRIED.get(number, number))}"
+        lines.append(_line("signal", f"{who}@{math.ceil(before)}"))
     if spec.requeue:
-        lines.append(_line("requeue"))
+        lines += [_line("requeue"), _line("open-mode", "append")]  # what the first run said stays
     if spec.folder:
         lines.append(_line("chdir", spec.folder))
     if spec.labels:
@@ -200,6 +206,7 @@ def _lines(spec: Spec, folder: Path) -> list[str]:
 
 
 def _signal_name(number: int) -> str:
+    """As bash and Slurm know it; Slurm has no name for some."""
     try:
         return signal.Signals(number).name.removeprefix("SIG")
     except ValueError:
@@ -209,8 +216,12 @@ def _signal_name(number: int) -> str:
 def _program(spec: Spec) -> str:
     """What sets the words of the program."""
     if spec.command:
-        srun = ["srun", *([f"--mpi={spec.options['mpi']}"] if "mpi" in spec.options else [])] if spec.num_tasks > 1 else []
-        return f"set -- {shlex.join([*srun, *spec.command])}"
+        words = ["srun"] if spec.num_tasks > 1 else []
+        if words and spec.cpus_per_task:  # since 22.05 srun does not take it from the job
+            words.append(f"--cpus-per-task={spec.cpus_per_task}")
+        if words and "mpi" in spec.options:
+            words.append(f"--mpi={spec.options['mpi']}")
+        return f"set -- {shlex.join([*words, *spec.command])}"
     first = spec.script.partition("\n")[0]
     if not first.startswith("#!") or not first[2:].strip():
         raise UserError("job-script", "this does not look like a batch script", found=repr(first[:80]),
@@ -218,11 +229,11 @@ def _program(spec: Spec) -> str:
     end = f"TILEWORK_{hashlib.sha256(spec.script.encode()).hexdigest()[:16]}"  # its own hash cannot stand in it
     text = spec.script if spec.script.endswith("\n") else spec.script + "\n"
     interpreter = first[2:].strip().split(None, 1)  # as the kernel does it: at most one argument. /tmp may forbid programs
-    words = shlex.join(interpreter) + ' "$tw_scratch/script" ' + shlex.join(spec.arguments)
+    line = shlex.join(interpreter) + ' "$tw_scratch/script" ' + shlex.join(spec.arguments)
     return (
         'tw_scratch=$(mktemp -d "${TMPDIR:-/tmp}/tilework-job.XXXXXX") || exit 1\n'
         f"cat >\"$tw_scratch/script\" <<'{end}'\n{text}{end}\n"
-        f'chmod 700 "$tw_scratch/script"\nset -- {words.rstrip()}'
+        f'chmod 700 "$tw_scratch/script"\nset -- {line.rstrip()}'
     )
 
 
@@ -448,10 +459,13 @@ class SlurmQueue:
             tiles = spec.tiles if spec.tiles == SHARED or spec.tiles.partition(":")[0] == "job" else f"job:{spec.tiles}"
             lines.append(f"export TILEWORK_TILES={shlex.quote(tiles)}")
         asked = spec.signal[0] if spec.signal else 0
-        passing = _PASS_NONE if spec.command and _by_steps(spec) else _PASS_ALL if asked == signal.SIGTERM else _PASS
+        passing = _PASS_NONE if spec.command and _by_steps(spec) else _PASS
         trapped = [_signal_name(n) for n in sorted({*_TRAPPED, *([asked] if asked else [])} - {signal.SIGKILL, signal.SIGSTOP})]
         folder = shlex.quote(str(self.folder))
-        wrapper = _WRAPPER.format(folder=folder, passing=passing, trapped=" ".join(trapped), program=_program(spec))
+        again = _REQUEUE.format(seconds=60 * math.ceil(spec.time_limit / 60) - 2) if spec.requeue and spec.time_limit else ""
+        wrapper = _WRAPPER.format(
+            folder=folder, passing=passing, trapped=" ".join(trapped), program=_program(spec), requeue=again
+        )
         return "\n".join(lines) + "\n" + wrapper
 
     def submit(self, spec: Spec) -> Job:
@@ -495,8 +509,9 @@ class SlurmQueue:
         if number is not None:
             record = self._record(id)
             # Slurm's default, the steps alone, would miss a program that the batch script runs itself
-            batch = number not in _WHOLE and not _by_steps(record.spec if record else job.spec)
-            words = [f"--signal={_signal_name(number)}", *(["--full"] if number in _WHOLE else ["--batch"] if batch else [])]
+            batch = number != signal.SIGKILL and not _by_steps(record.spec if record else job.spec)
+            sent = _CARRIED.get(number, number) if batch and record else number
+            words = [f"--signal={_signal_name(sent)}", *(["--batch"] if batch else [])]
         if number in (None, signal.SIGKILL) and (record := self._record(id)):
             self._save(id, msgspec.structs.replace(record, cancelled=time.time()))
         done = _run("scancel", *words, id)
@@ -579,8 +594,8 @@ class SlurmQueue:
         def path(pattern: str) -> str:
             return str(folder / re.sub(r"%([a-zA-Z%])", lambda m: signs.get(m[1], m[0]), pattern))
 
-        job.user = user
-        if not _own_lines(spec.script) or spec.output:
+        job.user, job.submitted = user, record.submitted
+        if spec.output or not _has(_own_lines(spec.script), "o", "output"):
             job.output = path(spec.output or f"{self.folder}/%j.out")
             job.error = path(spec.error or spec.output or f"{self.folder}/%j.err")
         job.spec = spec if spec.folder or not job.spec.folder else msgspec.structs.replace(spec, folder=job.spec.folder)

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from ..errors import TileworkError
 from ..tiles import alive, client
+from ..tiles.client import SERVICE
 from ..tiles.machine import ranges
 from .book import Book
 from .spec import SHARED, Spec, State
@@ -132,6 +133,7 @@ class Supervisor:
                 self.book.end(self.id, "CANCELLED", was=("PENDING",), reason="cancelled while it waited")
             return 130
         env = {**self._environment(), **variables(spec, self.id, tiles, self.book)}
+        env.pop(SERVICE, None)
         folder = self.book.folder / str(self.id)
         try:
             words = self._words(spec, folder)
@@ -282,20 +284,26 @@ def _kill_seconds() -> float:
 
 
 def below(pid: int) -> list[int]:
-    """All descendants of a process, by the kernel's word."""
+    """All descendants of a process, by the kernel's word; without services that one of them has started, such as the daemon of
+    tiles: they are not the job's."""
     found, ask = [], [pid]
     while ask:
-        try:
-            threads = os.listdir(f"/proc/{ask[-1]}/task")
-        except OSError:
-            threads = []
-        parent = ask.pop()
-        for thread in threads:
-            with contextlib.suppress(OSError):
-                children = [int(p) for p in Path(f"/proc/{parent}/task/{thread}/children").read_text().split()]
-                found += children
-                ask += children
+        parent, children = ask.pop(), list[int]()
+        with contextlib.suppress(OSError):
+            for thread in os.listdir(f"/proc/{parent}/task"):
+                with contextlib.suppress(OSError):
+                    children += map(int, Path(f"/proc/{parent}/task/{thread}/children").read_text().split())
+        own = [child for child in children if not _is_service(child)]
+        found += own
+        ask += own
     return found
+
+
+def _is_service(pid: int) -> bool:
+    try:
+        return f"{SERVICE}=1".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
 
 
 def _turn_over(path: str) -> None:
@@ -328,6 +336,8 @@ def variables(spec: Spec, id: int, tiles: str, book: Book) -> dict[str, str]:
         "SLURM_JOB_PARTITION": spec.options.get("partition", PARTITION), "SLURM_CLUSTER_NAME": "local",
         "SLURM_JOB_USER": pwd.getpwuid(os.getuid()).pw_name, "SLURM_JOB_UID": str(os.getuid()),
     }  # fmt: skip
+    # An mpirun that finds itself in a job of Slurm's would start its ranks by srun, over Slurm's own network.
+    found |= {"HYDRA_BOOTSTRAP": "fork", "HYDRA_RMK": "user", "OMPI_MCA_plm": "^slurm", "OMPI_MCA_ras": "^slurm"}
     if spec.cpus_per_task:
         found["SLURM_CPUS_PER_TASK"] = str(spec.cpus_per_task)
     if spec.tasks_per_node:

@@ -37,6 +37,7 @@ ANSWER_SECONDS = 20.0  # for an answer, also from a daemon that is just starting
 GATE_SECONDS = 2.0  # then several may start it, because who was first may have been stopped; one of them becomes the daemon
 RESTART_SECONDS = 30.0  # how long a client bears a daemon that is being restarted
 UP_AGAIN_SECONDS = 3.0  # how long a service may take to be up again
+SERVICE = "TILEWORK_SERVICE"  # in the environment of what serves others: it does not end with the job that happened to start it
 _KINDS: dict[str, type[TileworkError]] = {"environment": MachineError}
 _views = msgspec.json.Decoder(View)
 
@@ -156,7 +157,7 @@ def _start(folder: Path, patience: float) -> Connection:
 def _run(folder: Path, listener: int, said: int) -> None:
     """Through a shell that ends at once: the daemon is no child of a session."""
     here = str(Path(__file__).resolve().parents[2])  # the same Tilework as this one, wherever it was found
-    environment = {**os.environ, "TILEWORK_RUN": str(folder),
+    environment = {**os.environ, "TILEWORK_RUN": str(folder), SERVICE: "1",
                    "PYTHONPATH": os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))}  # fmt: skip
     if "TILEWORK_SITE" in os.environ:
         environment["TILEWORK_SITE"] = str(Path(os.environ["TILEWORK_SITE"]).absolute())  # it starts in another folder

@@ -389,6 +389,11 @@ class Daemon(Server):
                                 found=f"CPUs {ranges(request.cpus)}", fix="ask for others: TILEWORK_TILES=1")  # fmt: skip
             if of is not None:
                 record.kind, record.of = "member", of.record.id
+                chosen = request.ask.tiles or ()
+                if set(chosen) - set(of.record.tiles):
+                    raise UserError("tiles-job", f"the job has no {request.ask}", found=f"its tiles: {ranges(of.record.tiles)}",
+                                    fix="name tiles that the job was given, or none")  # fmt: skip
+                record.chosen = () if set(chosen) == set(of.record.tiles) else chosen
             page, request.page = request.page, -1
             made.append(self._begin(record, page))
         except Exception as e:
@@ -411,11 +416,11 @@ class Daemon(Server):
     def _tell(self, connection: Connection, lease: Lease, note: str) -> bool:
         holder = self.ledger.leases.get(lease.record.of, lease).record
         which, parts = lease.record.part
-        tiles = share_of(holder.tiles, which, parts)
+        tiles = lease.record.chosen or share_of(holder.tiles, which, parts)
         gives = compute(self.ledger.node, tiles)
         if tiles == holder.tiles:
             gives["cpus"] = holder.cpus  # the node may have another shape by now
-        elif len(holder.tiles) < parts:
+        elif not lease.record.chosen and len(holder.tiles) < parts:
             note = "; ".join(filter(None, (note, f"{parts} tasks of the job share {len(holder.tiles)} tiles")))
         return self.say(connection, {"state": "granted", "lease": lease.record.id, "note": note, **gives})
 

@@ -65,6 +65,8 @@ def hold(tiles: str | int | None = None, report: Callable[[str], None] | None = 
     global _held
     say = report or (lambda line: print(f"tilework: {line}", file=sys.stderr, flush=True))
     text = str(os.environ.get("TILEWORK_TILES") or (tiles if tiles is not None else "")).strip()
+    if text == "job" and str(tiles).startswith("tiles:"):  # some of the job's, by name
+        text = f"job:{tiles}"
     with _lock:
         held = _held or Held(*client.files())
         try:

@@ -49,7 +49,8 @@ class Record(msgspec.Struct, eq=False):
     job: str = ""
     step: str = ""
     of: str = ""  # of a member: the job's lease
-    part: tuple[int, int] = (0, 1)  # and which of how many parts of its tiles
+    part: tuple[int, int] = (0, 1)  # and which of how many parts of its tiles,
+    chosen: tuple[int, ...] = ()  # unless it named some of them
 
 
 def path_of(folder: Path, record: Record) -> Path:

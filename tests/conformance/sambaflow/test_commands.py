@@ -118,18 +118,26 @@ def test_other_starters(app: str, tmp_path: Path) -> None:
 
 
 def test_boilerplate_in_data_parallel(tmp_path: Path) -> None:
-    """The scripts of the starter as they are, after `tilework site install`, but for where /opt is: compile once, two ranks."""
+    """The scripts of the starter as they are, after `tilework site install`, but for where /opt is: compile once, then two ranks on
+    two RDUs, as jobs."""
     run(tmp_path, "-m", "tilework.cli.main", "site", "install", "--root", str(tmp_path))
     shutil.copytree(tmp_path / "opt/sambaflow/apps/starters", tmp_path / "apps")
     folder = tmp_path / "apps" / "boilerplate"
+    (tmp_path / "run").mkdir(mode=0o700)
+    env = {**os.environ, "TILEWORK_LEASE": "1", "TILEWORK_PLATFORM": "SN10-8", "TILEWORK_RUN": str(tmp_path / "run"),
+           "TILEWORK_JOBS": str(tmp_path / "jobs"), "PATH": f"{tmp_path}/usr/local/bin:{os.environ['PATH']}"}  # fmt: skip
     said = ""
-    for script, *words in (["compile_dataparallel.sh"], ["run_dataparallel.sh", "--limit", "300"]):
-        text = "source /opt/sambaflow/venv/bin/activate\n" + (folder / script).read_text()  # as users have done in their shell
-        text = text.replace("/opt/", f"{tmp_path}/opt/")
-        done = subprocess.run(["bash", "-c", text, script, *words], cwd=folder, capture_output=True, text=True,
-                              env={**os.environ, "TILEWORK_LEASE": "0"})  # fmt: skip
-        assert done.returncode == 0, done.stdout + done.stderr
-        said = done.stdout
+    for words in (["compile_dataparallel.sh"], ["--gres=rdu:2", "run_dataparallel.sh", "--limit", "300"]):
+        script = folder / next(w for w in words if w.endswith(".sh"))
+        # The environment is active where the job is submitted, as users have it.
+        text = script.read_text().replace("set -e\n", "set -e\nsource /opt/sambaflow/venv/bin/activate\n")
+        script.write_text(text.replace("/opt/", f"{tmp_path}/opt/"))
+        done = subprocess.run(
+            ["sbatch", "--wait", "--output=out.log", *words], cwd=folder, capture_output=True, text=True, env=env
+        )
+        said = (folder / "out.log").read_text()
+        (folder / "out.log").unlink()
+        assert done.returncode == 0, done.stdout + done.stderr + said
     assert said.count("DataParallel run: True") == 2 and said.count("Step [150/150]") == 2
     accuracies = re.findall(r"Test Accuracy: (\S+) Loss: (\S+)", said)
     assert len(accuracies) == 2 and accuracies[0] == accuracies[1]  # the same weights on both ranks

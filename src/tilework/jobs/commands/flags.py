@@ -146,17 +146,17 @@ def environment(export: str) -> dict[str, str]:
     return found
 
 
-def spec_of(args: argparse.Namespace, say: Sequence[str] = (), **what: object) -> tuple[Spec, list[str]]:
+def spec_of(args: argparse.Namespace, name: str, **what: object) -> tuple[Spec, list[str]]:
     """The job, and what has to be said about it."""
     tasks, nodes = num_tasks(args)
-    notes, host = list(say), socket.gethostname()
+    notes, host = list[str](), socket.gethostname()
     if nodes > 1:
         notes.append(f"{nodes} nodes asked for: this queue has one, {host}, where all {tasks} tasks run")
     others = [n for n in re.split(r",(?![^\[]*\])", args.nodelist) if n and n.split(".")[0] != host.split(".")[0]]
     if others:
         notes.append(f"--nodelist={args.nodelist}: this queue has one node, {host}")
     spec = Spec(
-        name=args.job_name or str(what.pop("name", "")), tiles=tiles_of(args), num_tasks=tasks, num_nodes=nodes,
+        name=args.job_name or name, tiles=tiles_of(args), num_tasks=tasks, num_nodes=nodes,
         tasks_per_node=args.ntasks_per_node or 0, cpus_per_task=args.cpus_per_task, environment=environment(args.export),
         time_limit=seconds_of(args.time) if args.time and args.time.upper() not in ("0", "UNLIMITED", "INFINITE") else None,
         after=after(args.dependency), folder=os.path.abspath(args.chdir or os.getcwd()), requeue=args.requeue,

@@ -37,7 +37,7 @@ def _submit(argv: list[str]) -> int:
         args = known.parse_args([*words, *argv]) if words else args  # what is on the command line counts
     if not args.output:
         args.output = "slurm-%j.out"
-    spec, notes = spec_of(args, script=text, arguments=tuple(arguments), name=name)
+    spec, notes = spec_of(args, name, script=text, arguments=tuple(arguments))
     said("sbatch", notes, "")
     queue = LocalQueue()
     job = queue.submit(spec)

@@ -45,7 +45,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _show(argv: list[str]) -> int:
-    known = Parser(prog="sinfo", allow_abbrev=False)
+    known = Parser(prog="sinfo", allow_abbrev=False, add_help=False)
+    known.add_argument("--help", action="help")
     known.add_argument("-p", "--partition", default="")
     known.add_argument("-n", "--nodes", default="")
     known.add_argument("-N", "--Node", action="store_true", dest="by_node")

@@ -66,7 +66,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _show(argv: list[str]) -> int:
-    known = Parser(prog="squeue", allow_abbrev=False)
+    known = Parser(prog="squeue", allow_abbrev=False, add_help=False)
+    known.add_argument("--help", action="help")
     known.add_argument("-u", "--user", default="")
     known.add_argument("--me", action="store_true")
     known.add_argument("-j", "--jobs", "--job", default="")

@@ -35,7 +35,7 @@ def _run(argv: list[str]) -> int:
         raise Failure("No command given to execute.")
     if _in_a_job():
         return _step(args, words)
-    spec, notes = spec_of(args, name=os.path.basename(words[0]))
+    spec, notes = spec_of(args, os.path.basename(words[0]))
     said("srun", notes, "")
     # The job is this same command again, within the job that is made for it.
     own = [sys.executable, "-m", "tilework.jobs.commands.srun", *(["-l"] if args.label else []), "-n", str(spec.num_tasks)]

@@ -1,0 +1,45 @@
+#!/bin/bash
+#SBATCH --job-name=python
+#SBATCH --output="/home/some one/jobs/slurm/%j.out"
+#SBATCH --error="/home/some one/jobs/slurm/%j.err"
+#SBATCH --no-requeue
+#SBATCH --ntasks=1
+#SBATCH --nodes=1
+
+# Tilework: how it ends is noted here, for when Slurm has forgotten the job.
+tw_note='/home/some one/jobs/slurm'/$SLURM_JOB_ID.json
+tw_started=$(date +%s.%N) tw_signals= tw_program= tw_scratch=
+tw_write() {
+    printf '{"started": %s, "ended": %s, "exit_code": %s, "signals": "%s", "nodes": "%s", "runs": %d}\n' \
+        "$tw_started" "$1" "$2" "${tw_signals# }" "$SLURM_JOB_NODELIST" "$((SLURM_RESTART_COUNT + 1))" >"$tw_note.new" &&
+        mv -f "$tw_note.new" "$tw_note"
+} 2>/dev/null
+tw_ended() {
+    tw_write "$(date +%s.%N)" "$1"
+    [ -z "$tw_scratch" ] || rm -rf "$tw_scratch"
+}
+tw_caught() {
+    tw_signals="$tw_signals $1" tw_interrupted=1
+    [ "$1" != TERM ] || tw_write null null
+    tw_pass "$1"
+}
+# With cgroups Slurm signals this shell alone, and the program gets it from here; without them, TERM reaches them all.
+tw_pass() {
+    [ -n "$tw_program" ] || return
+    [ "$1" != TERM ] || grep -q "/job_$SLURM_JOB_ID" /proc/self/cgroup || return
+    kill -s "${1/#TSTP/STOP}" "$tw_program" 2>/dev/null
+}
+trap 'tw_ended $?' EXIT
+for tw_name in HUP INT QUIT USR1 USR2 ALRM TERM CONT TSTP XCPU; do trap "tw_caught $tw_name" "$tw_name"; done
+tw_write null null
+set -- python train.py --name 'it'"'"'s a run' '$HOME'
+(trap - INT QUIT && exec "$@") &
+tw_program=$!
+for tw_name in $tw_signals; do tw_pass "$tw_name"; done
+while :; do
+    tw_interrupted=
+    wait "$tw_program"
+    tw_code=$?
+    [ -n "$tw_interrupted" ] || break
+done
+exit "$tw_code"
