@@ -6,7 +6,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +70,24 @@ def test_what_it_notes(word: str, code: int, tmp_path: Path) -> None:
     got, _, note = ended(tmp_path, Spec(command=("sh", "-c", word)), SLURM_RESTART_COUNT="2")
     assert got == note["exit_code"] == code
     assert (note["nodes"], note["runs"], note["signals"]) == ("tw[1-2]", 3, "") and note["ended"] >= note["started"]
+
+
+@pytest.mark.parametrize("sent", [("SIGUSR1",), ("SIGCONT", "SIGUSR1"), ("SIGINT",), ("SIGTSTP", "SIGIO", "SIGPWR")])
+def test_signals_reach_the_program(sent: tuple[str, ...], tmp_path: Path) -> None:
+    """Slurm sends CONT before others, at once. TSTP, IO and PWR stand for STOP, CONT and TERM."""
+    last = {"SIGPWR": "SIGTERM"}.get(sent[-1], sent[-1])
+    program = f"import signal as s, time; s.signal(s.{last}, lambda *_: exit(6)); print('ready', flush=True); time.sleep(60)"
+    path = tmp_path / "slurm_script"
+    path.write_text(SlurmQueue(tmp_path).rendered(Spec(command=(sys.executable, "-c", program))))
+    env = {**os.environ, "SLURM_JOB_ID": "5"}
+    with subprocess.Popen(["bash", str(path)], env=env, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        for name in sent:
+            process.send_signal(signal.Signals[name])
+            if name != "SIGCONT":
+                time.sleep(0.1)  # not at once: bash would lose some
+        assert process.wait(30) == 6
 
 
 def test_a_script_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -262,8 +262,9 @@ def _print_end(job: Job) -> None:
 @app.command(epilog="Example: tilework job taskprolog --gres NAME > /etc/slurm/taskprolog.sh")
 def taskprolog(
     gres: Annotated[str, typer.Option(metavar="NAME", help="The name of the generic resource in slurm.conf.")],
+    per_task: Annotated[bool, typer.Option("--per-task", help="Counts in --gres are meant for each task.")] = False,
 ) -> None:
     """Print a TaskProlog for Slurm, by which jobs learn which devices they were given."""
     from ..jobs.prolog import script
 
-    print(script(gres), end="")
+    print(script(gres, per_task=per_task), end="")

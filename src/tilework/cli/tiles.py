@@ -34,12 +34,17 @@ def command(
     stack: Annotated[bool, typer.Option("--stack", help="Show where hung sessions are.")] = False,
     history: Annotated[int, typer.Option(metavar="N", min=0, max=1000, show_default=False,
                                          help="Show the last N leases and sessions instead.")] = 0,
+    cluster: Annotated[bool, typer.Option("--cluster", help="All nodes of the cluster (docs: On a Slurm cluster).")] = False,
+    partition: Annotated[str | None, typer.Option(metavar="NAME", help="All nodes of a partition of Slurm's.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:  # fmt: skip
     if sum(x is not None for x in (drain, undrain, reset_tile)) + bool(history) + release_job > 1:
         raise UserError("tiles-ask", "one of --drain, --undrain, --reset, --release-job and --history at a time")
     if history:
         _history(history, json)
+        return
+    if cluster or partition is not None:
+        _cluster(partition, stack, json)
         return
     seen = client.view(platform=platform)
     if release_job:
@@ -85,6 +90,22 @@ def _history(limit: int, json: bool) -> None:
         how, tiles = lease["how"] or "still there", ranges(numbers(lease["tiles"])) or "shared"
         out.print(f"{began}  {held:>7}  {lease['user']:10}  {lease['pid']:>7}  {tiles:12}  {how:13}  {lease['command']}",
                   markup=False)  # fmt: skip
+
+
+def _cluster(partition: str | None, stack: bool, json: bool) -> None:
+    from ..tiles.cluster import look
+
+    found = look(partition)
+    if json:
+        print_json({s.node: msgspec.to_builtins(s.view) if s.view else {"error": s.why} for s in found})
+        return
+    for seen in found:
+        if seen.view is None:
+            out.print(f"{seen.node}: no answer: {seen.why}", markup=False)
+            continue
+        held = sum(t.lease is not None for t in seen.view.tiles)
+        out.print(f"{seen.node}: {seen.view.title}, {held} of {len(seen.view.tiles)} tiles held", markup=False)
+        _print(seen.view, stack)
 
 
 def _release_job(seen: View) -> None:

@@ -42,23 +42,44 @@ def command(
     once: Annotated[bool, typer.Option("--once", help="Print once and end.")] = False,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Save one screen as a picture.")] = None,
     platform: Annotated[str | None, typer.Option(metavar="NAME", help="host, a named platform, or the site's own.")] = None,
+    cluster: Annotated[bool, typer.Option("--cluster", help="All nodes of the cluster (docs: On a Slurm cluster).")] = False,
+    partition: Annotated[str | None, typer.Option(metavar="NAME", help="All nodes of a partition of Slurm's.")] = None,
 ) -> None:
     if not _SHORTEST <= interval <= _LONGEST:  # nan is not either
         raise UserError("tiles-interval", "--interval is no time to wait between two looks", found=f"{interval:g}",
                         expected=f"from {_SHORTEST:g} to {_LONGEST:g} seconds")  # fmt: skip
     console = Screen(record=True, width=100, height=30, force_terminal=True) if svg is not None else Screen()
+
+    def shown(window: float) -> RenderableType:
+        if cluster or partition is not None:
+            return _nodes(partition, console.width, console.height)
+        return screen(client.view(window, platform), console.width, console.height)
+
     if once or svg is not None or not console.is_terminal or console.is_dumb_terminal:
-        client.view(2.0, platform)
-        console.print(screen(client.view(2.0, platform), console.width, console.height))
+        shown(2.0)
+        console.print(shown(2.0))
         if svg is not None:
             _save(console, svg)
         return
     with _keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
-            seen = client.view(min(max(2.0, interval), 60.0), platform)
-            live.update(screen(seen, console.width, console.height), refresh=True)
+            live.update(shown(min(max(2.0, interval), 60.0)), refresh=True)
             if pressed(interval):
                 return
+
+
+def _nodes(partition: str | None, width: int, height: int) -> RenderableType:
+    """All nodes of a cluster, each with its share of the screen."""
+    from ..tiles.cluster import look
+
+    found = look(partition)
+    each = max(6, height // len(found) - 1)
+    lines: list[RenderableType] = []
+    for seen in found:
+        lines.append(Text(f"{seen.node}  {seen.why and f'no answer: {seen.why}'}", style="bold red" if seen.why else "bold blue"))
+        if seen.view is not None:
+            lines.append(screen(seen.view, width, each))
+    return Group(*lines)
 
 
 def _save(console: Screen, svg: Path) -> None:

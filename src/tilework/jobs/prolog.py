@@ -24,7 +24,7 @@ tell -d -o show job "$SLURM_JOB_ID" | grep -o ' Nodes=[^ ]* [^=]*=[^ ]* Mem=[^ ]
     devices=$(printf '%s\\n' "${{gres#GRES=}}" | grep -oE '(^|,){gres}(:[^(,]*)?\\(IDX:[0-9,-]+\\)' | sed 's/.*IDX://; s/)//')
     devices=${{devices//$'\\n'/,}}  # of several types
     [ -n "$devices" ] || continue
-    echo "export TILEWORK_TILES=job:chip:$devices"
+{tiles}
     echo "export TILEWORK_GRES_DEVICES=$devices"
     break
 done
@@ -32,8 +32,16 @@ exit 0
 """
 
 
-def script(gres: str) -> str:
-    """The text of the script, for a gres of that name."""
+_THOSE = """    echo "export TILEWORK_TILES=job:chip:$devices\""""
+# What Slurm gave the node is meant for each task: as many chips as the tasks of this node need together, at most all of them.
+_FOR_EACH = """    each=$(grep -oE '(^|,){gres}(:[^(,]*)?\\(IDX' <<< "${{gres#GRES=}}" | grep -oE '[0-9]+\\(' | head -n 1)
+    each=${{each%(}}
+    tasks=${{SLURM_STEP_TASKS_PER_NODE:-${{SLURM_TASKS_PER_NODE:-1}}}}
+    echo "export TILEWORK_TILES=job:chips:$(( ${{each:-1}} * ${{tasks%%[!0-9]*}} ))\""""
+
+
+def script(gres: str, *, per_task: bool = False) -> str:
+    """The text of the script, for a gres of that name. per_task: its numbers are meant for each task."""
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", gres):
         raise UserError("job-gres", f"{gres!r} is no name of a gres", expected="a name of GresTypes in slurm.conf")
-    return _SCRIPT.format(gres=gres)
+    return _SCRIPT.format(gres=gres, tiles=_FOR_EACH.format(gres=gres) if per_task else _THOSE)

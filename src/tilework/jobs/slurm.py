@@ -53,11 +53,15 @@ _SILENT = re.compile(
     r"contact slurm|connect|timed? ?out|zero bytes|munge|authenticat|configuration source|communication", re.IGNORECASE
 )
 # Which signal brings another to the program by way of the batch script: STOP would stop the shell, and of a TERM it cannot know
-# whether Slurm has sent it to the program as well, as it does without cgroups when it ends a job.
-_CARRIED = {int(signal.SIGSTOP): int(signal.SIGTSTP), int(signal.SIGTERM): int(signal.SIGPWR)}
+# whether Slurm has sent it to the program as well, as it does without cgroups when it ends a job. CONT comes before every TERM of
+# Slurm's, and of two trapped signals that come at once bash loses one: it must not be trapped.
+_CARRIED = {
+    int(sent): int(by)
+    for sent, by in ((signal.SIGSTOP, signal.SIGTSTP), (signal.SIGTERM, signal.SIGPWR), (signal.SIGCONT, signal.SIGIO))
+}
 _TRAPPED = (
     signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGALRM, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU,
-    signal.SIGCONT, signal.SIGTSTP, signal.SIGPWR,
+    signal.SIGTSTP, signal.SIGPWR, signal.SIGIO,
 )  # fmt: skip
 
 
@@ -100,13 +104,14 @@ exit "$tw_code"
 # Slurm requeues a job whose node went down, and not one whose time is over. It does as long as the job is about to end.
 _REQUEUE = '    [ "$1" != TERM ] || [ $SECONDS -lt {seconds} ] || scontrol requeue "$SLURM_JOB_ID"\n'
 _PASS = """\
-# When Slurm ends a job it signals this shell alone where it has cgroups, and elsewhere all processes. PWR and TSTP are from Tilework.
+# When Slurm ends a job it signals this shell alone where it has cgroups, elsewhere all processes. PWR and TSTP are Tilework's.
 tw_pass() {
     [ -n "$tw_program" ] || return
     case $1 in
         PWR) kill -s TERM "$tw_program" ;;
         TSTP) kill -s STOP "$tw_program" ;;
-        TERM) grep -q "/job_$SLURM_JOB_ID" /proc/self/cgroup && kill -s TERM "$tw_program" ;;
+        IO) kill -s CONT "$tw_program" ;;
+        TERM) grep -q "/job_$SLURM_JOB_ID" /proc/self/cgroup && kill -s TERM "$tw_program" && kill -s CONT "$tw_program" ;;
         *) kill -s "$1" "$tw_program" ;;
     esac
 } 2>/dev/null
@@ -186,7 +191,7 @@ def _lines(spec: Spec, folder: Path) -> list[str]:
         lines += [_line("dependency", ",".join(words)), _line("kill-on-invalid-dep", "yes")]
     if spec.signal and not _has(own, "", "signal"):
         number, before = spec.signal
-        who = _signal_name(number) if _by_steps(spec) else f"B:{_signal_name(_CARRIED.get(number, number))}"
+        who = _slurm_signal(number) if _by_steps(spec) else f"B:{_slurm_signal(_CARRIED.get(number, number))}"
         lines.append(_line("signal", f"{who}@{math.ceil(before)}"))
     if spec.requeue:
         lines += [_line("requeue"), _line("open-mode", "append")]  # what the first run said stays
@@ -206,11 +211,17 @@ def _lines(spec: Spec, folder: Path) -> list[str]:
 
 
 def _signal_name(number: int) -> str:
-    """As bash and Slurm know it; Slurm has no name for some."""
+    """As bash knows it."""
     try:
         return signal.Signals(number).name.removeprefix("SIG")
     except ValueError:
         return str(number)
+
+
+def _slurm_signal(number: int) -> str:
+    """As Slurm knows it: some names it does not."""
+    name = _signal_name(number)
+    return name if name in ("HUP", "INT", "QUIT", "ALRM", "TERM", "USR1", "USR2", "CONT", "STOP", "TSTP", "KILL") else str(number)
 
 
 def _program(spec: Spec) -> str:
@@ -460,7 +471,10 @@ class SlurmQueue:
             lines.append(f"export TILEWORK_TILES={shlex.quote(tiles)}")
         asked = spec.signal[0] if spec.signal else 0
         passing = _PASS_NONE if spec.command and _by_steps(spec) else _PASS
-        trapped = [_signal_name(n) for n in sorted({*_TRAPPED, *([asked] if asked else [])} - {signal.SIGKILL, signal.SIGSTOP})]
+        trapped = [
+            _signal_name(n)
+            for n in sorted({*_TRAPPED, *([asked] if asked else [])} - {signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT})
+        ]
         folder = shlex.quote(str(self.folder))
         again = _REQUEUE.format(seconds=60 * math.ceil(spec.time_limit / 60) - 2) if spec.requeue and spec.time_limit else ""
         wrapper = _WRAPPER.format(
@@ -511,7 +525,7 @@ class SlurmQueue:
             # Slurm's default, the steps alone, would miss a program that the batch script runs itself
             batch = number != signal.SIGKILL and not _by_steps(record.spec if record else job.spec)
             sent = _CARRIED.get(number, number) if batch and record else number
-            words = [f"--signal={_signal_name(sent)}", *(["--batch"] if batch else [])]
+            words = [f"--signal={_slurm_signal(sent)}", *(["--batch"] if batch else [])]
         if number in (None, signal.SIGKILL) and (record := self._record(id)):
             self._save(id, msgspec.structs.replace(record, cancelled=time.time()))
         done = _run("scancel", *words, id)

@@ -234,6 +234,7 @@ def lease(
     cpus: set[int] | None = None,
     keeps: str = "",
     part: tuple[int, int] = (0, 1),
+    chosen: str = "",
     report: Callable[[str], None] | None = None,
     own: tuple[Page, int] | None = None,
 ) -> Lease:
@@ -241,12 +242,13 @@ def lease(
     the request is made again at the next one.
 
     cpus: that the process may use, as far as it knows better than the kernel. own: its files, where it has some.
-    keeps: a job's id; the tiles are for this process's descendants, who ask for `job`, each for its part of them."""
+    keeps: a job's id; the tiles are for this process's descendants, who ask for `job`, each for its part of them, or
+    for those that it names (chosen)."""
     until = None if wait is None else time.monotonic() + wait
     page, stack = own or files()
     text, exact = (ask, None) if isinstance(ask, str) else ("", ask)
     request = messages.LeaseRequest(text, exact, ranges(cpus or os.sched_getaffinity(0)), page.fd, stack, _text(command, 200),
-                                    _text(label, 60), platform, keeps=keeps, part=part,
+                                    _text(label, 60), platform, keeps=keeps, part=part, chosen=chosen,
                                     request=uuid.uuid4().hex[:12])  # fmt: skip
     lost = 0.0  # since when the daemon that we asked is gone
     try:

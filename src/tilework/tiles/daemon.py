@@ -331,7 +331,7 @@ class Daemon(Server):
                                 fix="ask without `job`: TILEWORK_TILES=4")  # fmt: skip
             if request.keeps:
                 record.kind, record.job, record.cgroup, whole = "job", printable(request.keeps, 40), "", False
-            record.part = request.part
+            record.part, record.chosen = request.part, tuple(numbers(request.chosen)) if request.chosen else ()
             ask = request.ask or (parse(text, self.ledger.node) if text else Ask())
             waiting = Waiting(record, ask, until, page, connection, cpus, whole, since=since)
             if of is None:
@@ -389,9 +389,9 @@ class Daemon(Server):
                                 found=f"CPUs {ranges(request.cpus)}", fix="ask for others: TILEWORK_TILES=1")  # fmt: skip
             if of is not None:
                 record.kind, record.of = "member", of.record.id
-                chosen = request.ask.tiles or ()
+                chosen = record.chosen or request.ask.tiles or ()
                 if set(chosen) - set(of.record.tiles):
-                    raise UserError("tiles-job", f"the job has no {request.ask}", found=f"its tiles: {ranges(of.record.tiles)}",
+                    raise UserError("tiles-job", f"the job has no {Ask(tiles=chosen)}", found=f"it has {ranges(of.record.tiles)}",
                                     fix="name tiles that the job was given, or none")  # fmt: skip
                 record.chosen = () if set(chosen) == set(of.record.tiles) else chosen
             page, request.page = request.page, -1

@@ -65,8 +65,7 @@ def hold(tiles: str | int | None = None, report: Callable[[str], None] | None = 
     global _held
     say = report or (lambda line: print(f"tilework: {line}", file=sys.stderr, flush=True))
     text = str(os.environ.get("TILEWORK_TILES") or (tiles if tiles is not None else "")).strip()
-    if text == "job" and str(tiles).startswith("tiles:"):  # some of the job's, by name
-        text = f"job:{tiles}"
+    chosen = str(tiles).removeprefix("tiles:") if str(tiles).startswith("tiles:") and for_job(text)[0] else ""
     with _lock:
         held = _held or Held(*client.files())
         try:
@@ -74,7 +73,7 @@ def hold(tiles: str | int | None = None, report: Callable[[str], None] | None = 
                 if _held is None:
                     client.share(held.page, held.stack, command=_command(), label=_label())
             elif held.lease is None:
-                _take(held, text, say)
+                _take(held, text, chosen, say)
             else:
                 _say_if_other(held.lease, held.asked, text, say)
             if _held is None:
@@ -94,14 +93,15 @@ def one_chip() -> str:
     return f"share:{ranks}" if ranks > 1 else "chips:1"
 
 
-def _take(held: Held, text: str, say: Callable[[str], None]) -> None:
+def _take(held: Held, text: str, chosen: str, say: Callable[[str], None]) -> None:
+    """chosen: of a job's tiles, those that this process names."""
     ranks, own, in_a_job = ranks_on_node(), launched().local_rank, for_job(text)[0]
     if ranks > 1 and not in_a_job:
         _check_ranks(ranks)
     part = (own, ranks) if in_a_job and own < ranks else (0, 1)
     could = set(_before) or os.sched_getaffinity(0)
     lease = client.lease(text, command=_command(), label=_label(), platform=asked_platform(), wait=_wait(), cpus=could,
-                         part=part, report=say, own=(held.page, held.stack))  # fmt: skip
+                         part=part, chosen=chosen, report=say, own=(held.page, held.stack))  # fmt: skip
     held.lease = lease
     held.asked |= {text, "", SHARED, str(len(lease.tiles))}
     if held.users == 0:

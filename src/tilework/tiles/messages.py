@@ -32,6 +32,7 @@ class LeaseRequest(msgspec.Struct, tag="lease", forbid_unknown_fields=True):
         0,
         1,
     )  # which of how many parts of a job's tiles
+    chosen: str = ""  # or those of them that it names, as the kernel writes lists
     request: str = ""  # the client's name for it: where a daemon dies, the next one is asked the same again
 
 

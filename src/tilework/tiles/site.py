@@ -18,6 +18,11 @@ hung_seconds = 120           # inside a section without progress for so long: hu
 
 [jobs]
 gres_per = "node"            # or "task": what a count of generic resources (--gres) is for
+
+[cluster]                    # other nodes, whose daemons listen (tilework daemon install --listen)
+token_file = "/etc/tilework/token"
+port = 9464
+nodes = ["node1", "node2=10.0.0.2:9465"]   # without it, those that sinfo lists
 """
 
 from __future__ import annotations
@@ -57,11 +62,18 @@ class Jobs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gres_per: Literal["node", "task"] = "node"
 
 
+class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    token_file: str = "/etc/tilework/token"
+    port: int = 9464
+    nodes: list[str] = []
+
+
 class _Content(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     platform: str | None = None
     shape: Shape | None = None
     limits: Limits = Limits()
     jobs: Jobs = Jobs()
+    cluster: Cluster = Cluster()
 
 
 class Site(_Content, frozen=True):
@@ -114,7 +126,7 @@ def read_site(path: Path | None = None) -> Site:
                         fix=_FIX) from e  # fmt: skip
     except msgspec.ValidationError as e:
         raise site.wrong(_key_of(str(e)), str(e)) from e
-    site = Site(found.platform, found.shape, found.limits, found.jobs, path, text)
+    site = Site(found.platform, found.shape, found.limits, found.jobs, found.cluster, path, text)
     _check(site)
     return site
 

@@ -118,8 +118,8 @@ def test_other_starters(app: str, tmp_path: Path) -> None:
 
 
 def test_boilerplate_in_data_parallel(tmp_path: Path) -> None:
-    """The scripts of the starter as they are, after `tilework site install`, but for where /opt is: compile once, then two ranks on
-    two RDUs, as jobs."""
+    """The scripts of the starter as they are, after `tilework site install`, but for where /opt is: compile once, then two ranks
+    on two RDUs, as jobs."""
     run(tmp_path, "-m", "tilework.cli.main", "site", "install", "--root", str(tmp_path))
     shutil.copytree(tmp_path / "opt/sambaflow/apps/starters", tmp_path / "apps")
     folder = tmp_path / "apps" / "boilerplate"

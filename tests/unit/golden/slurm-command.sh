@@ -23,14 +23,19 @@ tw_caught() {
     [ "$1" != TERM ] || tw_write null null
     tw_pass "$1"
 }
-# With cgroups Slurm signals this shell alone, and the program gets it from here; without them, TERM reaches them all.
+# When Slurm ends a job it signals this shell alone where it has cgroups, elsewhere all processes. PWR and TSTP are Tilework's.
 tw_pass() {
     [ -n "$tw_program" ] || return
-    [ "$1" != TERM ] || grep -q "/job_$SLURM_JOB_ID" /proc/self/cgroup || return
-    kill -s "${1/#TSTP/STOP}" "$tw_program" 2>/dev/null
-}
+    case $1 in
+        PWR) kill -s TERM "$tw_program" ;;
+        TSTP) kill -s STOP "$tw_program" ;;
+        IO) kill -s CONT "$tw_program" ;;
+        TERM) grep -q "/job_$SLURM_JOB_ID" /proc/self/cgroup && kill -s TERM "$tw_program" && kill -s CONT "$tw_program" ;;
+        *) kill -s "$1" "$tw_program" ;;
+    esac
+} 2>/dev/null
 trap 'tw_ended $?' EXIT
-for tw_name in HUP INT QUIT USR1 USR2 ALRM TERM CONT TSTP XCPU; do trap "tw_caught $tw_name" "$tw_name"; done
+for tw_name in HUP INT QUIT USR1 USR2 ALRM TERM TSTP XCPU IO PWR; do trap "tw_caught $tw_name" "$tw_name"; done
 tw_write null null
 set -- python train.py --name 'it'"'"'s a run' '$HOME'
 (trap - INT QUIT && exec "$@") &

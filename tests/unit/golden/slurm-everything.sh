@@ -41,7 +41,7 @@ tw_caught() {
 }
 tw_pass() { :; }  # Slurm signals the tasks of srun itself
 trap 'tw_ended $?' EXIT
-for tw_name in HUP INT QUIT USR1 USR2 ALRM TERM CONT TSTP XCPU; do trap "tw_caught $tw_name" "$tw_name"; done
+for tw_name in HUP INT QUIT USR1 USR2 ALRM TERM TSTP XCPU IO PWR; do trap "tw_caught $tw_name" "$tw_name"; done
 tw_write null null
 set -- srun --cpus-per-task=2 --mpi=pmi2 python train.py
 (trap - INT QUIT && exec "$@") &
