@@ -37,18 +37,23 @@ def cli_page() -> str:
     ]
     for verb in VERBS:
         module = importlib.import_module(f"tilework.cli.{verb}")
+        if hasattr(module, "app"):  # a verb with verbs of its own
+            parts += [f"## tilework {verb}", module.HELP]
+            for name, command in typer.main.get_command(module.app).commands.items():  # type: ignore[attr-defined]
+                parts += _verb(f"{verb} {name}", command.help or "", command.epilog or "", command, level="###")
+            continue
         own = typer.Typer(add_completion=False, rich_markup_mode=None)
         own.command(verb, help=module.HELP, epilog=module.EXAMPLE)(module.command)
-        parts += _verb(verb, module, typer.main.get_command(own))
+        parts += _verb(verb, module.HELP, module.EXAMPLE, typer.main.get_command(own))
     assert app.info.help
     return "\n\n".join(parts) + "\n"
 
 
-def _verb(verb: str, module: Any, command: Any) -> Iterator[str]:
+def _verb(verb: str, about: str, example: str, command: Any, level: str = "##") -> Iterator[str]:
     context = command.make_context(verb, [], resilient_parsing=True)
     usage = " ".join(piece.strip("{}") if piece.startswith("{") else piece for piece in command.collect_usage_pieces(context))
-    yield f"## tilework {verb}"
-    yield module.HELP
+    yield f"{level} tilework {verb}"
+    yield about
     yield f"```\ntilework {verb} {usage}\n```"
     rows = []
     for parameter in command.params:
@@ -59,7 +64,7 @@ def _verb(verb: str, module: Any, command: Any) -> Iterator[str]:
             rows.append(f"| <code>{code}</code> | {_cell(text)} |")
     if rows:
         yield "| argument or option | meaning |\n|---|---|\n" + "\n".join(rows)
-    yield f"{module.EXAMPLE.partition(':')[0]}: `{module.EXAMPLE.partition(':')[2].strip()}`"
+    yield f"{example.partition(':')[0]}: `{example.partition(':')[2].strip()}`"
 
 
 def _cell(text: str) -> str:

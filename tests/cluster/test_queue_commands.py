@@ -188,6 +188,9 @@ def test_a_real_slurm_is_never_shadowed(tmp_path: Path, monkeypatch: pytest.Monk
     made = commands.install(tmp_path)
     assert real not in made and "something" in real.read_text()
     monkeypatch.setenv("PATH", str(real.parent))
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
+    assert not slurm.found()  # a package without a cluster
+    (tmp_path / "slurm.conf").touch()
     assert slurm.found() and commands.install(Path("/")) == []
     assert commands.remove(tmp_path) and real.exists() and not (tmp_path / "opt/slurm/bin/sbatch").exists()
     monkeypatch.setenv("PATH", str(tmp_path / "opt/slurm/bin"))

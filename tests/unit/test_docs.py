@@ -31,7 +31,9 @@ def test_there_is_something_to_run() -> None:
 @pytest.mark.parametrize(("page", "block"), COMMANDS, ids=lambda v: v.name if isinstance(v, Path) else "")
 def test_commands(page: Path, block: str, tmp_path: Path) -> None:
     """Each line as it stands, in an empty folder, with the project's own commands on the PATH."""
-    env = os.environ | {"PATH": f"{BIN}:{os.environ['PATH']}"}
+    (tmp_path / "run").mkdir(mode=0o700)
+    own = {"TILEWORK_JOBS": str(tmp_path / "jobs"), "TILEWORK_RUN": str(tmp_path / "run")}  # a queue without jobs
+    env = os.environ | {"PATH": f"{BIN}:{os.environ['PATH']}"} | own
     for line in block.strip().splitlines():
         command = line.split("   #")[0]
         done = subprocess.run(

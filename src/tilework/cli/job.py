@@ -36,7 +36,7 @@ def submit(
     words: Annotated[list[str], typer.Argument(metavar="COMMAND", help="The command, or with --script a script, and arguments.")],
     script: Annotated[bool, typer.Option("--script", help="COMMAND is a batch script: its text is kept as it is now.")] = False,
     name: Annotated[str, typer.Option(metavar="NAME", help="What to call the job.", show_default=False)] = "",
-    tiles: Annotated[str, typer.Option(metavar="TILES", help="4, chips:2, shared, ...; one chip by default.",
+    tiles: Annotated[str, typer.Option(metavar="TILES", help="4, chips:2 or shared; one chip by default.",
                                        show_default=False)] = "",
     ranks: Annotated[int, typer.Option("-n", "--ranks", metavar="N", min=1, help="How many ranks of the command.")] = 1,
     limit: Annotated[str, typer.Option("--time", metavar="TIME", help="Time limit: 90s, 15m, 2h, HH:MM:SS.",
@@ -49,7 +49,7 @@ def submit(
     warn: Annotated[str, typer.Option("--signal", metavar="SIG@SECONDS", help="A signal before the time is over: USR1@60.",
                                       show_default=False)] = "",
     requeue: Annotated[bool, typer.Option("--requeue", help="Queue it again if its time is over or the machine fails.")] = False,
-    option: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="For Slurm: partition, gres, mpi, ...")] = None,
+    option: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="For Slurm: partition, gres, mpi.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be submitted, and stop.")] = False,
     wait_: Annotated[bool, typer.Option("--wait", help="Wait for its end, and end with its exit code.")] = False,
     queue: Kind = None,
@@ -106,7 +106,7 @@ def list_(
     queue: Kind = None,
     json: Json = False,
 ) -> None:
-    """List the jobs that wait and run; with --all, those that have ended as well."""
+    """List the jobs that wait and run, or all of them."""
     from ..jobs.spec import labels_of
 
     found = _queue(queue).jobs(ended=all_, limit=limit, labels=labels_of(label))
@@ -135,7 +135,7 @@ def show(
     queue: Kind = None,
     json: Json = False,
 ) -> None:
-    """Show everything about a job: script, state, exit code, reason, tiles, the last lines of its output."""
+    """Show state, reason, script, tiles and last output."""
     job = _queue(queue).job(id)
     last = {Path(p).name: _last(p, lines) for p in dict.fromkeys((job.output, job.error)) if p}
     if json:
@@ -210,7 +210,7 @@ def _copy(path: str, at: int) -> int:
 
 @app.command(epilog="Example: tilework job cancel 12 13")
 def cancel(
-    ids: Annotated[list[str], typer.Argument(metavar="JOB...", help="The jobs' numbers.")],
+    ids: Annotated[list[str], typer.Argument(metavar="JOB", help="The jobs' numbers.")],
     send: Annotated[str, typer.Option("--signal", metavar="SIG", help="Only send this signal.", show_default=False)] = "",
     queue: Kind = None,
 ) -> None:
@@ -225,7 +225,7 @@ def cancel(
 @app.command(epilog="Example: tilework job label 12 project=demo old-")
 def label(
     id: Id,
-    words: Annotated[list[str], typer.Argument(metavar="NAME=VALUE...", help="Labels to set; NAME- takes one away.")],
+    words: Annotated[list[str], typer.Argument(metavar="NAME=VALUE", help="Labels to set; NAME- takes one away.")],
     queue: Kind = None,
     json: Json = False,
 ) -> None:
@@ -240,12 +240,12 @@ def label(
 
 @app.command(epilog="Example: tilework job wait 12 13")
 def wait(
-    ids: Annotated[list[str], typer.Argument(metavar="JOB...", help="The jobs' numbers.")],
+    ids: Annotated[list[str], typer.Argument(metavar="JOB", help="The jobs' numbers.")],
     timeout: Annotated[float | None, typer.Option(metavar="SECONDS", min=0, help="At most so long.")] = None,
     queue: Kind = None,
     json: Json = False,
 ) -> None:
-    """Wait until jobs have ended. Ends with 0 if all of them ended well, otherwise with 1."""
+    """Wait until jobs have ended; 0 if all ended well."""
     done = _queue(queue).wait(ids, timeout)
     if json:
         print_json([job.as_json() for job in done])
@@ -264,7 +264,7 @@ def taskprolog(
     gres: Annotated[str, typer.Option(metavar="NAME", help="The name of the generic resource in slurm.conf.")],
     per_task: Annotated[bool, typer.Option("--per-task", help="Counts in --gres are meant for each task.")] = False,
 ) -> None:
-    """Print a TaskProlog for Slurm, by which jobs learn which devices they were given."""
+    """Print a TaskProlog for an administrator of Slurm."""
     from ..jobs.prolog import script
 
     print(script(gres, per_task=per_task), end="")

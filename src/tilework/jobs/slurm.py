@@ -104,7 +104,7 @@ exit "$tw_code"
 # Slurm requeues a job whose node went down, and not one whose time is over. It does as long as the job is about to end.
 _REQUEUE = '    [ "$1" != TERM ] || [ $SECONDS -lt {seconds} ] || scontrol requeue "$SLURM_JOB_ID"\n'
 _PASS = """\
-# When Slurm ends a job it signals this shell alone where it has cgroups, elsewhere all processes. PWR and TSTP are Tilework's.
+# When Slurm ends a job it signals this shell alone where it has cgroups, elsewhere all processes. PWR, TSTP and IO are ours.
 tw_pass() {
     [ -n "$tw_program" ] || return
     case $1 in
@@ -391,8 +391,15 @@ def _client(name: str) -> str | None:
 
 
 def found() -> bool:
-    """Is there a real Slurm here?"""
-    return _client("sbatch") is not None
+    """Is there a real Slurm here, and does it know its cluster? A client without a configuration is only an installed package;
+    one that asks the network for it (configless) is used with --queue slurm."""
+    places = (
+        os.environ.get("SLURM_CONF", ""),
+        "/etc/slurm/slurm.conf",
+        "/etc/slurm-llnl/slurm.conf",
+        "/run/slurm/conf/slurm.conf",
+    )
+    return _client("sbatch") is not None and any(place and os.path.exists(place) for place in places)
 
 
 def _allowed() -> float:

@@ -23,7 +23,7 @@ tw_caught() {
     [ "$1" != TERM ] || tw_write null null
     tw_pass "$1"
 }
-# When Slurm ends a job it signals this shell alone where it has cgroups, elsewhere all processes. PWR and TSTP are Tilework's.
+# When Slurm ends a job it signals this shell alone where it has cgroups, elsewhere all processes. PWR, TSTP and IO are ours.
 tw_pass() {
     [ -n "$tw_program" ] || return
     case $1 in
