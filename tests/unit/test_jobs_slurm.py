@@ -209,6 +209,8 @@ def test_ours_are_no_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     ours.mkdir()
     theirs.mkdir()
     pretend(ours, "sbatch", "# Tilework: over the local queue\nexit 1")
+    (tmp_path / "slurm.conf").touch()
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
     monkeypatch.setenv("PATH", f"{ours}:/no/such/folder")
     assert not slurm.found()
     pretend(theirs, "sbatch", "echo '12;cluster'")
