@@ -79,6 +79,14 @@ def test_a_job(queue: LocalQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert queue.book.environment(int(job.id)) == {}  # it is not kept longer than it is needed
 
 
+def test_a_job_that_another_job_submits(queue: LocalQueue, tmp_path: Path) -> None:
+    """It is nobody's rank, and on nobody's tiles but its own."""
+    inner = "echo ${SLURM_PROCID-none} ${TILEWORK_RANK-none} ${TILEWORK_TILES-none} $TILEWORK_JOB"
+    words = f"{sys.executable} -m tilework job submit --tiles shared --wait --output inner.log -- /bin/sh -c '{inner}'"
+    (job,) = ended(queue, sh(queue, words, environment={**os.environ, "SLURM_PROCID": "3", "TILEWORK_RANK": "3"}))
+    assert job.state == "COMPLETED" and (tmp_path / "inner.log").read_text() == "none none none 2\n"
+
+
 def test_ends(queue: LocalQueue) -> None:
     """Well, by a signal, by the time limit, by somebody; with nobody to run, in no folder."""
     good, killed, slow = sh(queue, "true"), sh(queue, "kill -SEGV $$"), sh(queue, "sleep 100", time_limit=0.2)

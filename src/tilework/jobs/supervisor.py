@@ -132,8 +132,7 @@ class Supervisor:
             if self.book.is_cancelled(self.id):
                 self.book.end(self.id, "CANCELLED", was=("PENDING",), reason="cancelled while it waited")
             return 130
-        env = {**self._environment(), **variables(spec, self.id, tiles, self.book)}
-        env.pop(SERVICE, None)
+        env = {**outside(self._environment()), **variables(spec, self.id, tiles, self.book)}
         folder = self.book.folder / str(self.id)
         try:
             words = self._words(spec, folder)
@@ -323,6 +322,17 @@ def filled(pattern: str, id: int, spec: Spec) -> str:
         return values[found[2]].zfill(int(found[1] or 0)) if found[2] in values else found[0]
 
     return re.sub(r"%([0-9]*)([A-Za-z%])", value, pattern)
+
+
+_OF_ANOTHER = re.compile(r"SLURM_(?!CONF$)|PMI_|OMPI_COMM_|TILEWORK_(RANK|WORLD_SIZE|LOCAL_|LAUNCH|JOB(_MARK)?$|SERVICE)")
+
+
+def outside(environment: dict[str, str]) -> dict[str, str]:
+    """Without what says which job, or which rank of one, somebody is: a job may be submitted by another."""
+    found = {k: v for k, v in environment.items() if not _OF_ANOTHER.match(k)}
+    if found.get("TILEWORK_TILES", "").partition(":")[0] == "job":
+        del found["TILEWORK_TILES"]
+    return found
 
 
 def variables(spec: Spec, id: int, tiles: str, book: Book) -> dict[str, str]:

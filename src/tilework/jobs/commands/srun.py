@@ -41,8 +41,7 @@ def _run(argv: list[str]) -> int:
     own = [sys.executable, "-m", "tilework.jobs.commands.srun", *(["-l"] if args.label else []), "-n", str(spec.num_tasks)]
     own += ["--mpi", args.mpi] if args.mpi else []
     queue = LocalQueue()
-    env = {**(spec.environment or {}), "SLURM_NTASKS": str(spec.num_tasks)}
-    id, supervisor = queue.attached(replace(spec, command=(*own, "--", *words), num_tasks=1, environment=env))
+    id, supervisor = queue.attached(replace(spec, command=(*own, "--", *words), num_tasks=1))
     waited = False
 
     def in_line(line: str) -> None:
