@@ -81,17 +81,21 @@ def test_a_job(queue: LocalQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_a_job_that_another_job_submits(queue: LocalQueue, tmp_path: Path) -> None:
     """It is nobody's rank, and on nobody's tiles but its own."""
-    inner = "echo ${SLURM_PROCID-none} ${TILEWORK_RANK-none} ${TILEWORK_TILES-none} $TILEWORK_JOB"
+    inner = "echo $SLURM_PROCID ${TILEWORK_RANK-none} ${TILEWORK_TILES-none} $TILEWORK_JOB"
     words = f"{sys.executable} -m tilework job submit --tiles shared --wait --output inner.log -- /bin/sh -c '{inner}'"
     (job,) = ended(queue, sh(queue, words, environment={**os.environ, "SLURM_PROCID": "3", "TILEWORK_RANK": "3"}))
-    assert job.state == "COMPLETED" and (tmp_path / "inner.log").read_text() == "none none none 2\n"
+    assert job.state == "COMPLETED" and (tmp_path / "inner.log").read_text() == "0 none none 2\n"
 
 
-def test_ends(queue: LocalQueue) -> None:
+def test_ends(queue: LocalQueue, tmp_path: Path) -> None:
     """Well, by a signal, by the time limit, by somebody; with nobody to run, in no folder."""
     good, killed, slow = sh(queue, "true"), sh(queue, "kill -SEGV $$"), sh(queue, "sleep 100", time_limit=0.2)
     lost = queue.submit(Spec(command=("/no/such/command",), tiles="1"))
-    nowhere = queue.submit(Spec(command=("true",), tiles="1", folder="/no/such/folder"))
+    (gone := tmp_path / "gone").mkdir()
+    until(lambda: queue.job(good.id).is_over)
+    hold = sh(queue, "sleep 0.3", tiles="chips:8")
+    nowhere = queue.submit(Spec(command=("true",), tiles="1", folder=str(gone), after=(f"any:{hold.id}",)))
+    gone.rmdir()
     stubborn = sh(queue, "trap '' TERM; sleep 100 & wait; sleep 100")
     until(lambda: queue.job(stubborn.id).state == "RUNNING")
     time.sleep(0.1)
@@ -100,12 +104,31 @@ def test_ends(queue: LocalQueue) -> None:
     assert [(j.state, j.exit_code) for j in found] == [
         ("COMPLETED", 0), ("FAILED", 139), ("TIMEOUT", 143), ("FAILED", 127), ("FAILED", 127), ("CANCELLED", 137)
     ]  # fmt: skip
-    assert "/no/such/command" in found[3].reason and "/no/such/folder" in found[4].reason
+    assert "/no/such/command" in found[3].reason and str(gone) in found[4].reason
     with pytest.raises(UserError, match="has ended already"):
         queue.cancel(good.id)
     with pytest.raises(UserError, match="there is no job 99"):
         queue.job("99")
     assert client.view().leases == []
+
+
+def test_files_that_it_makes_are_as_its_users(queue: LocalQueue, tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        (job,) = ended(queue, sh(queue, "touch made"))
+    finally:
+        os.umask(before)
+    assert job.state == "COMPLETED" and (tmp_path / "made").stat().st_mode & 0o777 == 0o640
+
+
+def test_a_log_that_grows(queue: LocalQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last part is kept, and shown."""
+    text = "yes 0123456789abcde | head -c 100000000; echo last >&2; sleep 2; echo END"
+    (job,) = ended(queue, sh(queue, text))
+    kept = os.path.getsize(f"{job.output}.1")
+    assert kept == 64 << 20 and os.path.getsize(job.output) < 64 << 20
+    said = subprocess.run([sys.executable, "-m", "tilework", "job", "logs", job.id], capture_output=True).stdout
+    assert len(said) == kept + os.path.getsize(job.output) and said.endswith(b"abcde\nEND\n")
 
 
 def test_order_and_backfill(queue: LocalQueue) -> None:
@@ -288,7 +311,7 @@ def test_commands(queue: LocalQueue, tmp_path: Path) -> None:
 
     assert (
         cli("submit", "--tiles", "1", "--wait", "--", "sh", "-c", "exit 5", code=5)
-        == "job 1: FAILED, exit code 5 (exit code 5)\n"
+        == "job 1\njob 1: FAILED, exit code 5 (exit code 5)\n"
     )
     (tmp_path / "script.sh").write_text("#!/bin/sh\n# a comment\necho one $1\necho two\n")
     made = json.loads(cli("submit", "--json", "--label", "kind=script", "--script", "script.sh", "argument"))
@@ -305,9 +328,14 @@ def test_commands(queue: LocalQueue, tmp_path: Path) -> None:
         "tiles       0-3",
     ):
         assert words in shown, shown
-    assert cli("list") == "JOB STATE NAME TILES WAITED RAN EXIT REASON\n" and "[kind=script]" in cli("list", "--all")
+    assert cli("list") == "JOB STATE NAME TILES WAITED RAN EXIT LABELS REASON\n" and "kind=script" in cli("list", "--all")
     assert [j["id"] for j in json.loads(cli("list", "--all", "--json", "--label", "kind=script"))] == ["2"]
     assert "kind=other more=x" in cli("label", "2", "kind=other", "more=x") and "no labels" in cli("label", "2", "kind-", "more-")
+    running = json.loads(cli("submit", "--json", "--tiles", "1", "--name", "line\n\x1b[31m", "--", "sleep", "100"))["id"]
+    assert "line??[31m" in cli("list")  # nothing for a terminal to obey
+    assert "has ended already" in cli("cancel", "1", running, code=2)  # and the other is cancelled all the same
+    assert queue.wait([running], 60)[0].state == "CANCELLED"
+    assert "is not there" in cli("submit", "--folder", "/no/such", "true", code=2)
     assert "there is no job 9" in cli("show", "9", code=2) and "cannot be read" in cli("submit", "--script", "none.sh", code=2)
     assert "is no time" in cli("submit", "--time", "soon", "true", code=2)
     assert cli("submit", "--dry-run", "--", "echo", "x") == "echo x\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from test_queue import until
 
 from tilework.jobs import commands
 from tilework.jobs.local import LocalQueue
-from tilework.tiles import client
+from tilework.tiles import alive, client
 from tilework.tiles.machine import numbers
 
 HOST = socket.gethostname()
@@ -82,7 +83,7 @@ def test_tasks_divide_the_tiles_of_their_job(site: Path, queue: LocalQueue) -> N
     said = (site / "slurm-1.out").read_text()
     lines = sorted(said.splitlines()[:2])
     assert lines == ["0 2 [0, 1]", "1 2 [2, 3]"], said
-    assert "0 1 [0, 1, 2, 3]" in said and "KeyError: 'SLURM_PROCID'" in said  # the batch script itself is no task
+    assert "0 1 [0, 1, 2, 3]" in said and "KeyError: 'SLURM_STEP_NUM_TASKS'" in said  # the batch script itself is no task
     run(
         "sbatch",
         "-W",
@@ -101,7 +102,8 @@ def test_srun(site: Path, queue: LocalQueue) -> None:
         "1: 1 1",
         "2: 2 2",
     ]
-    assert run("srun", "-n", "2", "sh", "-c", "exit $((SLURM_PROCID * 4))", code=4) == ""
+    said = run("srun", "-n", "3", "sh", "-c", "exit $((SLURM_PROCID * 4))", code=8)  # the highest
+    assert sorted(said.splitlines()) == [f"srun: error: {HOST}: task {i}: Exited with exit code {4 * i}" for i in (1, 2)]
     assert [j.state for j in queue.jobs()] == ["COMPLETED", "COMPLETED", "FAILED"]
     assert "this queue has one node" in run("srun", "--nodelist=sm-02", "true")
     held = queue.submit(type(queue.job("1").spec)(command=("sleep", "1000"), tiles="chips:8"))
@@ -118,9 +120,34 @@ def test_srun(site: Path, queue: LocalQueue) -> None:
     ]
 
 
+def test_ctrl_c(site: Path, queue: LocalQueue) -> None:
+    """The program hears SIGINT, once, and has time to save."""
+    (site / "saves.py").write_text(
+        "import signal, time\nprint('ready', flush=True)\n"
+        "try:\n    time.sleep(100)\nexcept KeyboardInterrupt:\n    time.sleep(0.5)\n    print('saved', flush=True)\n"
+    )
+    words = ["srun", "-n", "2", sys.executable, "saves.py"]
+    process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stdout is not None
+    assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert out == "saved\n" * 2 and queue.job("1").state == "CANCELLED" and queue.job("1").reason == "interrupted"
+
+
+def test_srun_that_is_killed_leaves_nothing(site: Path, queue: LocalQueue) -> None:
+    process = subprocess.Popen(["srun", "-n", "2", "sh", "-c", "echo $$; sleep 1000"], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    tasks = [int(process.stdout.readline()) for _ in range(2)]
+    process.kill()
+    process.wait()
+    assert queue.wait(["1"], 60)[0].state == "LOST"
+    until(lambda: not any(alive.start_time(pid) for pid in tasks) and client.view().leases == [])
+
+
 def test_tables(site: Path, queue: LocalQueue) -> None:
     header = "             JOBID PARTITION     NAME     USER ST       TIME  NODES NODELIST(REASON)\n"
-    assert run("squeue") == header
+    assert run("squeue") == header and run("squeue", "-h") == ""
     run("sbatch", "--gres=rdu:2", script(site, "sleep 1000", "a-long-name.sh"))
     until(lambda: queue.job("1").state == "RUNNING")
     user = queue.job("1").user

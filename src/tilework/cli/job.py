@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..errors import UserError
+from ..tiles.messages import printable
 from .output import duration, print_json
 
 if TYPE_CHECKING:
@@ -70,8 +72,11 @@ def submit(
         _show_script(there, spec, json)
         return
     job = there.submit(spec)
+    if not json:
+        print(f"job {job.id}", flush=True)
     if not wait_:
-        print_json(job.as_json()) if json else print(f"job {job.id}")
+        if json:
+            print_json(job.as_json())
         return
     (job,) = there.wait([job.id])
     print_json(job.as_json()) if json else _print_end(job)
@@ -80,7 +85,9 @@ def submit(
 
 def _text(path: str) -> str:
     try:
-        return Path(path).read_text()
+        if text := Path(path).read_text():
+            return text
+        raise UserError("job-script", f"{path}: the script is empty")
     except (OSError, UnicodeDecodeError) as e:
         raise UserError("job-script", f"{path}: the script cannot be read", found=str(getattr(e, "strerror", None) or e)) from e
 
@@ -95,7 +102,7 @@ def _show_script(there: Queue, spec: Spec, json: bool) -> None:
     elif text:
         print(text, end="")
     else:
-        print(spec.script or " ".join(spec.command))
+        print(spec.script or shlex.join(spec.command))
 
 
 @app.command("list", epilog="Example: tilework job list --all --label project=demo")
@@ -113,7 +120,7 @@ def list_(
     if json:
         print_json([job.as_json() for job in found])
         return
-    rows = [("JOB", "STATE", "NAME", "TILES", "WAITED", "RAN", "EXIT", "REASON"), *map(_row, found)]
+    rows = [("JOB", "STATE", "NAME", "TILES", "WAITED", "RAN", "EXIT", "LABELS", "REASON"), *map(_row, found)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1] + [0]
     lines = (" ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
     sys.stdout.write("\n".join(lines) + "\n")
@@ -123,9 +130,10 @@ def _row(job: Job) -> tuple[str, ...]:
     now = time.time()
     ran = duration((job.ended or now) - job.started) if job.started else ""
     waited = duration((job.started or job.ended or now) - job.submitted)
-    labels = " ".join(f"[{k}={v}]" for k, v in job.spec.labels.items())
+    labels = printable(" ".join(f"{k}={v}" for k, v in job.spec.labels.items()), 60)
     code = "" if job.exit_code is None else str(job.exit_code)
-    return job.id, job.state, job.name[:24], job.tiles or job.spec.tiles, waited, ran, code, f"{labels} {job.reason}".strip()
+    name, tiles = printable(job.name, 24), job.tiles or job.spec.tiles
+    return job.id, job.state, name, tiles, waited, ran, code, labels, printable(job.reason, 200)
 
 
 @app.command(epilog="Example: tilework job show 12")
@@ -149,12 +157,12 @@ def show(
         "nodes": job.nodes, "ranks": str(spec.num_tasks), "submitted": _when(job.submitted), "started": _when(job.started),
         "ended": _when(job.ended), "time limit": duration(spec.time_limit) if spec.time_limit else "",
         "after": ", ".join(spec.after), "labels": " ".join(f"{k}={v}" for k, v in spec.labels.items()), "folder": spec.folder,
-        "command": " ".join(spec.command), "output": job.output, "error": job.error if job.error != job.output else "",
+        "command": shlex.join(spec.command), "output": job.output, "error": job.error if job.error != job.output else "",
         "runs": str(job.runs) if job.runs > 1 else "",
     }  # fmt: skip
     for key, value in about.items():
         if value:
-            print(f"{key:<11} {value}")
+            print(f"{key:<11} {printable(value, 1000)}")
     if spec.script:
         print("script      " + " ".join(spec.arguments) + "\n" + "\n".join(f"  {line}" for line in spec.script.splitlines()))
     for file, found in last.items():
@@ -167,6 +175,11 @@ def _when(at: float | None) -> str:
 
 
 def _last(path: str, count: int) -> list[str]:
+    found = _end_of(path, count)
+    return (_end_of(f"{path}.1", count - len(found)) if len(found) < count else []) + found
+
+
+def _end_of(path: str, count: int) -> list[str]:
     try:
         with open(path, "rb") as f:
             f.seek(max(0, os.fstat(f.fileno()).st_size - 64 * 1024))
@@ -185,6 +198,8 @@ def logs(
     """Print what a job has written."""
     there = _queue(queue)
     job, at = there.job(id), 0
+    if Path(before := f"{job.error if error else job.output}.1").exists():  # it was turned over
+        _copy(before, 0)
     while True:
         path = job.error if error else job.output
         if path and Path(path).exists():
@@ -217,9 +232,16 @@ def cancel(
     """End jobs, or send them a signal."""
     from ..jobs.spec import signal_of
 
-    there = _queue(queue)
+    there, wrong = _queue(queue), list[UserError]()
     for id in ids:
-        there.cancel(id, signal_of(send)[0] if send else None)
+        try:
+            there.cancel(id, signal_of(send)[0] if send else None)
+        except UserError as e:
+            wrong.append(e)
+    if len(wrong) > 1:
+        raise UserError(wrong[0].id, "some jobs could not be cancelled:\n    " + "\n    ".join(e.summary for e in wrong))
+    if wrong:
+        raise wrong[0]
 
 
 @app.command(epilog="Example: tilework job label 12 project=demo old-")

@@ -86,6 +86,8 @@ class Keeper:
         self.own = os.pidfd_open(os.getpid())
         log.info("keeper of %s, pid %d", self.book.folder, os.getpid())
         while time.monotonic() - self.used < IDLE_SECONDS:
+            if not (self.book.folder / LOCK).exists():  # somebody removed it all
+                return 0
             try:
                 busy = self.look()
             except TileworkError as e:  # a full disk, say

@@ -34,13 +34,16 @@ class LocalQueue:
         poke(self.book.folder)
         return self.job(str(id))
 
-    def attached(self, spec: Spec, in_line: object = None) -> tuple[int, Supervisor]:
+    def attached(self, spec: Spec) -> tuple[int, Supervisor]:
         """A job that this very process will run: its id, and who runs it. Its end is this process's end."""
         own = os.getpid()
         id = self.book.add(self._checked(spec), pid=own, start=alive.start_time(own))
+        poke(self.book.folder)  # somebody must notice if this process is killed
         return id, Supervisor(self.book, id, attached=True)
 
     def _checked(self, spec: Spec) -> Spec:
+        if spec.command and not spec.command[0]:
+            raise UserError("job-spec", "the command has no name", found=repr(spec.command))
         if bool(spec.command) == bool(spec.script):
             raise UserError("job-spec", "a job is a command or a script", found="both" if spec.command else "neither")
         if spec.script and not spec.script.startswith("#!"):
@@ -52,7 +55,12 @@ class LocalQueue:
             self.job(word.removeprefix("any:"))
         environment = spec.environment if spec.environment is not None else dict(os.environ)
         _fits(spec.tiles, environment.get("TILEWORK_PLATFORM"))
-        return msgspec.structs.replace(spec, environment=environment, folder=spec.folder or os.getcwd())
+        folder = spec.folder or os.getcwd()
+        for place in (folder, *(os.path.dirname(os.path.join(folder, p)) for p in (spec.output, spec.error) if p)):
+            if "%" not in place and not os.path.isdir(place):
+                raise UserError("job-spec", "the job's folder, or that of its output, is not there", found=place)
+        os.umask(mask := os.umask(0o077))
+        return msgspec.structs.replace(spec, environment=environment, folder=folder, umask=mask if spec.umask < 0 else spec.umask)
 
     def jobs(self, *, ended: bool = True, limit: int | None = None, labels: dict[str, str] | None = None) -> list[Job]:
         user, host = pwd.getpwuid(os.getuid()).pw_name, socket.gethostname()

@@ -34,6 +34,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     labels: dict[str, str] = {}
     folder: str = ""  # where it runs
     environment: dict[str, str] | None = None  # None: as it is when the job is submitted
+    umask: int = -1  # for the files that it makes; -1: as it is when the job is submitted
     output: str = ""  # a pattern (%j, %A, %x, %u, %N); empty: kept by the queue
     error: str = ""  # empty: where output goes, if that was given
     signal: tuple[int, float] | None = None  # sent to the job this many seconds before its time is over
@@ -69,9 +70,9 @@ class Job(msgspec.Struct, kw_only=True):
 
     def as_json(self) -> dict[str, Any]:
         """Without the environment, which may hold secrets."""
-        found = msgspec.to_builtins(self)
-        found["spec"].pop("environment", None)
-        return {**found, "name": self.name}
+        found, spec = msgspec.to_builtins(self), msgspec.structs.asdict(self.spec)
+        del spec["environment"]
+        return {**found, "spec": msgspec.to_builtins(spec), "name": self.name}
 
 
 class Queue(Protocol):

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import TileworkError
+from ..parallel.launch import from_terminal
 from ..tiles import alive, client
 from ..tiles.client import SERVICE
 from ..tiles.machine import ranges
@@ -55,7 +56,7 @@ class Supervisor:
     def __init__(self, book: Book, id: int, *, attached: bool = False, keeper: int | None = None) -> None:
         self.book, self.id, self.attached, self.keeper = book, id, attached, keeper
         self.pid, self.start = os.getpid(), alive.start_time(os.getpid()) or 0
-        self.cancelled = False
+        self.cancelled = self.interrupted = False
         self.child: subprocess.Popen[bytes] | None = None
 
     def run(self, in_line: Callable[[str], None] = lambda _: None) -> int:
@@ -88,6 +89,7 @@ class Supervisor:
 
     def _asked_to_end(self, number: int, _: object) -> None:
         self.cancelled = True
+        self.interrupted = self.interrupted or (self.attached and number == signal.SIGINT)
         if self.child is None:  # while it waits
             raise Ended
 
@@ -142,6 +144,7 @@ class Supervisor:
 
         def born() -> None:
             prctl(_PDEATHSIG, signal.SIGKILL)
+            os.umask(spec.umask if spec.umask >= 0 else 0o022)
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 signal.signal(number, signal.SIG_DFL)
 
@@ -211,8 +214,11 @@ class Supervisor:
         while self.child.poll() is None:
             now = time.monotonic()
             if self.cancelled and state == "COMPLETED":
-                state, reason = "CANCELLED", "cancelled"
-                self._send(signal.SIGTERM)
+                state, reason = "CANCELLED", "interrupted" if self.interrupted else "cancelled"
+                if not self.interrupted:
+                    self._send(signal.SIGTERM)
+                elif not from_terminal():  # else the terminal has told everybody
+                    self.child.send_signal(signal.SIGINT)
                 kill_at = now + _kill_seconds()
             elif limit is not None and now >= limit and state == "COMPLETED":
                 state, reason = "TIMEOUT", f"its time was over ({spec.time_limit:.0f} s)"
@@ -225,7 +231,7 @@ class Supervisor:
                 self._send(signal.SIGKILL)
                 kill_at = now + 1.0
             times = [t for t in (limit if state == "COMPLETED" else None, warn, kill_at) if t is not None]
-            ready, _, _ = select.select(watched, [], [], max(0.0, min([5.0, *(t - now for t in times)])))
+            ready, _, _ = select.select(watched, [], [], max(0.0, min([1.0, *(t - now for t in times)])))
             if self._wake in ready:
                 os.read(self._wake, 512)
             if self.keeper is not None and self.keeper in ready:  # the keeper has gone: the queue must go on
@@ -306,10 +312,12 @@ def _is_service(pid: int) -> bool:
 
 
 def _turn_over(path: str) -> None:
-    """A log that the queue keeps does not fill the disk: its older half is kept beside it, then gone."""
+    """A log that the queue keeps does not fill the disk: its last part is kept beside it, what was before that is gone."""
     with contextlib.suppress(OSError):
-        if os.stat(path).st_size > LOG_BYTES:
-            shutil.copyfile(path, f"{path}.1")
+        if (size := os.stat(path).st_size) > LOG_BYTES:
+            with open(path, "rb") as log, open(f"{path}.1", "wb") as kept:
+                log.seek(size - LOG_BYTES)
+                shutil.copyfileobj(log, kept)
             os.truncate(path, 0)
 
 
@@ -344,6 +352,7 @@ def variables(spec: Spec, id: int, tiles: str, book: Book) -> dict[str, str]:
         "SLURM_NTASKS": tasks, "SLURM_NPROCS": tasks, "SLURM_NNODES": "1", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": host,
         "SLURM_NODELIST": host, "SLURM_TASKS_PER_NODE": tasks, "SLURMD_NODENAME": host, "SLURM_SUBMIT_HOST": host,
         "SLURM_JOB_PARTITION": spec.options.get("partition", PARTITION), "SLURM_CLUSTER_NAME": "local",
+        "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_CPUS_ON_NODE": str(os.cpu_count() or 1),
         "SLURM_JOB_USER": pwd.getpwuid(os.getuid()).pw_name, "SLURM_JOB_UID": str(os.getuid()),
     }  # fmt: skip
     # An mpirun that finds itself in a job of Slurm's would start its ranks by srun, over Slurm's own network.

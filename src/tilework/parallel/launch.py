@@ -3,6 +3,7 @@ others are stopped soon after."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import secrets
 import signal
@@ -16,6 +17,7 @@ from typing import IO
 from ..errors import UserError
 
 STOPPED = 76  # group.py's: a rank that stopped because another failed, and is not the cause
+_PDEATHSIG = 1  # prctl
 GRACE = 5.0  # seconds that ranks have to stop by themselves, then again after SIGTERM
 
 
@@ -25,15 +27,23 @@ def launch(
     *,
     tag: str | None = "[{rank}] ",
     environment: Callable[[int], dict[str, str]] = lambda rank: {},
-    quiet: bool = False,
+    failed: Callable[[int, int], None] | None = None,
+    stops: bool = True,
 ) -> int:
-    """Runs `num_ranks` copies of the command, and returns the exit code of the one that failed first; 0 where all went well.
+    """Runs `num_ranks` copies of the command, and returns the exit code of the one that failed first; 0 where all went well. The
+    ranks end with this process, however it ends.
 
     tag           what lines of output begin with; None: they are passed on as they are.
     environment   more variables of a rank.
-    quiet         does not say which rank failed."""
+    failed        called with the rank and its exit code (minus a signal's number) for each that fails, instead of a last line.
+    stops         the others are stopped where one fails; False: they go on, and the highest exit code is returned."""
     if num_ranks < 1:
         raise UserError("ranks-launched", "the number of ranks", found=str(num_ranks), expected="1 or more")
+    prctl = ctypes.CDLL(None).prctl  # looked up here: a child that has just been forked must not
+
+    def die_with_us() -> None:
+        prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
     key, ranks = secrets.token_hex(12), list[subprocess.Popen[bytes]]()
     readers: list[threading.Thread] = []
     try:
@@ -48,8 +58,9 @@ def launch(
             }  # fmt: skip
             pipe = subprocess.PIPE if tag is not None else None
             ranks.append(
-                subprocess.Popen(list(command), env=env, stdout=pipe, stderr=pipe, stdin=subprocess.DEVNULL if rank else None)
-            )
+                subprocess.Popen(list(command), env=env, stdout=pipe, stderr=pipe, stdin=subprocess.DEVNULL if rank else None,
+                                 preexec_fn=die_with_us)
+            )  # fmt: skip
             if tag is not None:
                 for source, target in ((ranks[-1].stdout, sys.stdout), (ranks[-1].stderr, sys.stderr)):
                     readers.append(threading.Thread(target=_copy, args=(source, target, tag.format(rank=rank)), daemon=True))
@@ -57,9 +68,14 @@ def launch(
     except OSError as e:
         _stop(ranks, signal.SIGKILL)
         raise UserError("ranks-launched", f"{command[0]} could not be started", found=e.strerror or str(e)) from None
-    before = {s: signal.signal(s, lambda number, _: _stop(ranks, number)) for s in (signal.SIGINT, signal.SIGTERM)}
+
+    def pass_on(number: int, _: object) -> None:
+        if number != signal.SIGINT or not from_terminal():  # which has told the ranks as well
+            _stop(ranks, number)
+
+    before = {s: signal.signal(s, pass_on) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
-        code = _wait(ranks, quiet)
+        code = _wait(ranks, failed, stops)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -68,7 +84,15 @@ def launch(
     return code
 
 
-def _wait(ranks: Sequence[subprocess.Popen[bytes]], quiet: bool) -> int:
+def from_terminal() -> bool:
+    """Does a Ctrl-C in this process's terminal reach everything in its process group by itself?"""
+    try:
+        return os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
+    except (OSError, ValueError):
+        return False
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], tell: Callable[[int, int], None] | None, stops: bool) -> int:
     left, failed, stopped, deadline, asked = list(ranks), list[tuple[int, int]](), set[int](), 0.0, 0
     while left:
         for each in [r for r in left if r.poll() is not None]:
@@ -76,17 +100,21 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], quiet: bool) -> int:
             if each.returncode:
                 failed.append((ranks.index(each), each.returncode))
                 deadline = deadline or time.monotonic() + GRACE
-        if failed and time.monotonic() > deadline and asked < 2:
+                if tell is not None:
+                    tell(*failed[-1])
+        if failed and stops and time.monotonic() > deadline and asked < 2:
             stopped |= {ranks.index(r) for r in left}
             _stop(left, (signal.SIGTERM, signal.SIGKILL)[asked])
             asked, deadline = asked + 1, time.monotonic() + GRACE / 2
         time.sleep(0.02)
     if not failed:
         return 0
+    if not stops:
+        return max(128 - code if code < 0 else code for _, code in failed)
     cause = [(r, c) for r, c in failed if c != STOPPED and r not in stopped] or failed
     rank, code = cause[0]
     said = f"was ended by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"ended with exit code {code}"
-    if not quiet:
+    if tell is None:
         print(f"tilework: rank {rank} {said}", file=sys.stderr, flush=True)
     return 128 - code if code < 0 else code
 

@@ -184,8 +184,18 @@ class Daemon(Server):
     def _drop_ended(self) -> None:
         """Whoever asks must not see, or wait for, what has just been given back."""
         for lease in list(self.ledger.leases.values()):
-            if not lease.alive():
+            if not lease.alive() and not self._has_members(lease):
                 self._end(lease, "released" if alive.start_time(lease.record.pid) == lease.record.start else "process ended")
+
+    def _has_members(self, lease: Lease) -> bool:
+        """Of a job whose keeper was killed: its processes may still run on its tiles."""
+        return lease.record.kind == "job" and any(member.alive() for member in self.ledger.members(lease))
+
+    def _process_ended(self, lease: Lease) -> None:
+        if self._has_members(lease):  # _drop_ended sees when they are gone
+            self.selector.unregister(lease.pidfd)
+        else:
+            self._end(lease, "process ended")
 
     def _count(self, lease: Lease) -> None:
         if lease.record.kind == "job":  # its members count
@@ -449,7 +459,7 @@ class Daemon(Server):
     def _watch(self, lease: Lease) -> None:
         self.ledger.leases[lease.record.id] = lease
         if lease.pidfd >= 0:
-            self.selector.register(lease.pidfd, selectors.EVENT_READ, lambda _: self._end(lease, "process ended"))
+            self.selector.register(lease.pidfd, selectors.EVENT_READ, lambda _: self._process_ended(lease))
 
     def _release(self, connection: Connection, id: str) -> None:
         self._drop_ended()

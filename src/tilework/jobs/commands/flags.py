@@ -12,12 +12,14 @@ from collections.abc import Sequence
 from importlib.metadata import entry_points
 from typing import NoReturn
 
+from ... import __version__
 from ...errors import TileworkError, UserError
 from ...tiles.site import read_site
 from ..spec import Spec, seconds_of, signal_of
 
 # Said by many scripts, and without a meaning on one machine: kept with the job, and no more.
-_NOTED = ("account", "qos", "mem", "mem_per_cpu", "comment", "mpi", "partition", "nodelist", "gres", "open_mode", "distribution")
+_NOTED = ("account", "qos", "mem", "mem_per_cpu", "comment", "mpi", "partition", "nodelist", "gres", "open_mode", "distribution",
+          "mail_type", "mail_user")  # fmt: skip
 
 
 class Failure(Exception):
@@ -47,6 +49,7 @@ def resources() -> dict[str, str]:
 def parser(command: str) -> Parser:
     made = Parser(prog=command, add_help=True, allow_abbrev=False, usage=f"{command} [OPTIONS] ...")
     add = made.add_argument
+    add("-V", "--version", action="version", version=f"tilework {__version__}, local queue")
     add("-J", "--job-name", default="")
     add("-o", "--output", default="")
     add("-e", "--error", default="")
@@ -70,6 +73,8 @@ def parser(command: str) -> Parser:
     add("--mem", default="")
     add("--mem-per-cpu", default="")
     add("--comment", default="")
+    add("--mail-type", default="")
+    add("--mail-user", default="")
     add("--export", default="ALL")
     add("--signal", default="")
     add("--open-mode", choices=("append", "truncate"), default="append")

@@ -71,7 +71,8 @@ def _show(argv: list[str]) -> int:
             lines = by_letters(args.format or (_NODES if args.by_node else _DEFAULT), rows, _FIELDS, not args.noheader)
     except KeyError as e:
         raise Failure(f"Invalid field requested: {e.args[0]}") from None
-    print("\n".join(lines))
+    if lines:
+        print("\n".join(lines))
     return 0
 
 

@@ -107,7 +107,8 @@ def _show(argv: list[str]) -> int:
             lines = by_letters(text, found, _FIELDS, not args.noheader)
     except KeyError as e:
         raise Failure(f"Invalid field requested: {e.args[0]}") from None
-    print("\n".join(lines))
+    if lines:
+        print("\n".join(lines))
     return 0
 
 

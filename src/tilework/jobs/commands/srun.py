@@ -25,7 +25,7 @@ def _run(argv: list[str]) -> int:
     known = parser("srun")
     known.add_argument("-l", "--label", action="store_true")
     known.add_argument("-u", "--unbuffered", action="store_true")
-    known.add_argument("-K", "--kill-on-bad-exit", nargs="?", const="1", default="1")
+    known.add_argument("-K", "--kill-on-bad-exit", nargs="?", const="1", default="0")
     known.add_argument("-O", "--overcommit", action="store_true")
     known.add_argument("--overlap", action="store_true")
     known.add_argument("words", nargs="...")
@@ -39,7 +39,7 @@ def _run(argv: list[str]) -> int:
     said("srun", notes, "")
     # The job is this same command again, within the job that is made for it.
     own = [sys.executable, "-m", "tilework.jobs.commands.srun", *(["-l"] if args.label else []), "-n", str(spec.num_tasks)]
-    own += ["--mpi", args.mpi] if args.mpi else []
+    own += (["--mpi", args.mpi] if args.mpi else []) + (["-K"] if args.kill_on_bad_exit != "0" else [])
     queue = LocalQueue()
     id, supervisor = queue.attached(replace(spec, command=(*own, "--", *words), num_tasks=1))
     waited = False
@@ -54,7 +54,7 @@ def _run(argv: list[str]) -> int:
 
     code = supervisor.run(in_line)
     job = queue.job(str(id))
-    if job.state != "COMPLETED" and job.reason and not job.reason.startswith("exit code"):
+    if job.state != "COMPLETED" and job.reason and not job.reason.startswith(("exit code", "interrupted")):
         said("srun", [f"job {id}: {job.reason}"])
     return code
 
@@ -71,7 +71,7 @@ def _step(args: object, words: list[str]) -> int:
     if getattr(args, "gres", ""):
         tiles_of(args)  # type: ignore[arg-type]  # a mistake in it is said; a step runs on its job's tiles
     if shutil.which(words[0]) is None:
-        raise Failure(f"error: execve(): {words[0]}: No such file or directory", code=2)
+        raise Failure(f"execve(): {words[0]}: No such file or directory", code=2)
     host, step = socket.gethostname(), str(os.getpid())
     common = {
         "SLURM_NTASKS": str(tasks), "SLURM_NPROCS": str(tasks), "SLURM_STEP_NUM_TASKS": str(tasks), "SLURM_STEP_ID": step,
@@ -82,8 +82,14 @@ def _step(args: object, words: list[str]) -> int:
     def variables(rank: int) -> dict[str, str]:
         return {**common, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_TASK_PID": ""}
 
+    def failed(rank: int, code: int) -> None:
+        why = (signal.strsignal(-code) or "Killed") if code < 0 else f"Exited with exit code {code}"
+        said("srun", [f"{host}: task {rank}: {why}"])
+
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    return launch(words, tasks, tag="{rank}: " if getattr(args, "label", False) else None, environment=variables, quiet=True)
+    tag = "{rank}: " if getattr(args, "label", False) else None
+    stops = getattr(args, "kill_on_bad_exit", "0") != "0"
+    return launch(words, tasks, tag=tag, environment=variables, failed=failed, stops=stops)
 
 
 if __name__ == "__main__":
