@@ -353,6 +353,7 @@ def test_a_signal_before_the_time_is_over(early: list[Job], queue: SlurmQueue) -
         assert (job.state, job.exit_code) == ("COMPLETED", 0) and said(job).count("saved SIGUSR1\n") == count, said(job)
 
 
+@pytest.mark.full
 def test_the_controller_is_killed_and_started_again(
     cluster: SlurmCluster, queue: SlurmQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -406,6 +407,7 @@ def test_a_node_is_killed(cluster: SlurmCluster, queue: SlurmQueue) -> None:
     cluster.until_idle()
 
 
+@pytest.mark.full
 def test_slurm_has_forgotten_them(cluster: SlurmCluster, queue: SlurmQueue) -> None:
     """Its state is lost. What was seen is kept; what was not is read from what the jobs wrote themselves."""
     seen = run(queue, Spec(command=("sh", "-c", "exit 6"), labels={"kept": "1"}))

@@ -59,7 +59,7 @@ def test_small_convolutions_of_every_shape(workshop) -> None:
         assert torch.allclose(gradients[f"input/{argument.name}"], image.grad, rtol=1e-4, atol=1e-6), argument.name
 
 
-@pytest.mark.parametrize("name", ["conv_bn", "dropout"])
+@pytest.mark.parametrize("name", ["conv_bn", pytest.param("dropout", marks=pytest.mark.full)])
 def test_a_pass_can_be_turned_off_and_changes_nothing(name: str, workshop) -> None:
     losses = []
     for off in ((), ("small_convolutions",), ("small_convolutions", "fuse"), ("products", "channels_last", "small_convolutions")):

@@ -199,7 +199,7 @@ def test_small_programs_stay_whole() -> None:
     ("make", "shape", "rule", "size"),
     [
         (Encoder, (2, 5, 16), torch.optim.SGD, 400),
-        (lambda: Recurrent(bidirectional=True), (3, 14, 8), torch.optim.Adam, 400),
+        pytest.param(lambda: Recurrent(bidirectional=True), (3, 14, 8), torch.optim.Adam, 400, marks=pytest.mark.full),
         (lambda: Recurrent(nn.GRU), (3, 14, 8), torch.optim.RMSprop, 10),
         (lambda: Recurrent(width=40), (3, 14, 8), torch.optim.SGD, 400),
         (Counting, (4, 8), torch.optim.AdamW, 30),

@@ -95,6 +95,7 @@ def test_the_readmes_code_runs(installed: Installed) -> None:
         installed.python(block)
 
 
+@pytest.mark.full  # tests/unit/test_docs.py runs them in the source tree
 def test_the_readmes_commands_run(installed: Installed) -> None:
     lines = [line for block in re.findall(r"<!-- run -->\n```\w*\n(.*?)```", README, re.S) for line in block.strip().splitlines()]
     assert any(line.startswith("tilework compile") for line in lines)

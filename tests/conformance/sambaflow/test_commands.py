@@ -109,7 +109,7 @@ def test_what_the_pef_remembers(logreg: Path) -> None:
     assert tilework.read_artifact(path).manifest.metadata["sambaflow"]["modules"]["lin_layer"] == "Linear"
 
 
-@pytest.mark.parametrize("app", ["res_ffn_mnist", "ffn_mnist"])
+@pytest.mark.parametrize("app", [pytest.param("res_ffn_mnist", marks=pytest.mark.full), "ffn_mnist"])
 def test_other_starters(app: str, tmp_path: Path) -> None:
     script = str(STARTERS / app / f"{app}.py")
     run(tmp_path, script, "compile", "-b", "4", f"--pef-name={app}", "--mac-v2")
