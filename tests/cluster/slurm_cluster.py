@@ -8,12 +8,14 @@ their parents. The cgroups of two clusters have the same names up to the job's i
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import random
 import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -122,6 +124,9 @@ class SlurmCluster:
         self.conf.write_text(text)
 
     def start(self) -> None:
+        # One cluster at a time on a machine: the nodes of two have the same names, and so have their cgroups.
+        self.alone = (Path(tempfile.gettempdir()) / f"tilework-slurm-{os.getuid()}.lock").open("w")
+        fcntl.flock(self.alone, fcntl.LOCK_EX)
         run, log = self.folder / "run", self.folder / "log"
         places = (f"--socket={run}/munge.socket", f"--pid-file={run}/munged.pid", f"--log-file={log}/munged.log")
         # --force: the folders above belong to root alone, which munged calls insecure
@@ -177,6 +182,8 @@ class SlurmCluster:
         if self.cgroups:
             for top in (place / f"slurm_{node}" for place in CGROUPS.iterdir() for node in NODES):
                 self._remove(top)
+        if hasattr(self, "alone"):
+            self.alone.close()
 
     def steps(self) -> list[int]:
         """The processes of this cluster's jobs, and the daemons (slurmstepd) that hold them."""
