@@ -54,7 +54,8 @@ def test_a_batch_script(site: Path, queue: LocalQueue) -> None:
     assert (site / "out/mine-1.log").read_text() == "mine 2 word\n" and (site / "slurm-2.out").read_text() == "other 3 x\n"
     assert queue.job("1").tiles == "0-7" and queue.job("1").spec.time_limit == 300
     assert len(numbers(queue.job("2").tiles)) == 4  # one chip, wherever one was free
-    assert run("sbatch", "--wait", "--wrap", "exit 7", code=7) == "Submitted batch job 3\n"
+    assert run("sbatch", "--ipus=2", "--parsable", "-W", name, "x") == "3\n" and len(numbers(queue.job("3").tiles)) == 8
+    assert run("sbatch", "--wait", "--wrap", "exit 7", code=7) == "Submitted batch job 4\n"
 
 
 def test_tasks_divide_the_tiles_of_their_job(site: Path, queue: LocalQueue) -> None:
