@@ -10,8 +10,8 @@ PLACE = "opt/sambaflow"  # below the root
 MPI = "opt/mpich-3.3.2"  # where scripts look for mpirun
 MARK = ".tilework-site"  # in the folder that we made: only such a folder is ever removed or replaced
 TOOLS = ("tilework", "python", "sntilestat", "snconfig", "snd")
-# What --gres calls a chip; --rdus=N and --ipus=N are the same as flags. The second is what another vendor's plug-in for Slurm adds,
-# here until that vendor's frontend brings it.
+# What --gres calls a chip; --rdus=N and --ipus=N are the same as flags. The second is what another vendor's plug-in for Slurm
+# adds, here until that vendor's frontend brings it.
 RESOURCES = {"rdu": "chips", "ipu": "chips"}
 SERVICE_NAMES = ("snd.service",)  # what `systemctl status` is asked for on such a site
 
