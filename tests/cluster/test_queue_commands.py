@@ -124,8 +124,8 @@ def test_srun(site: Path, queue: LocalQueue) -> None:
 def test_ctrl_c(site: Path, queue: LocalQueue) -> None:
     """The program hears SIGINT, once, and has time to save."""
     (site / "saves.py").write_text(
-        "import signal, time\nprint('ready', flush=True)\n"
-        "try:\n    time.sleep(100)\nexcept KeyboardInterrupt:\n    time.sleep(0.5)\n    print('saved', flush=True)\n"
+        "import sys, time\ntry:\n    sys.stdout.write('ready\\n'); sys.stdout.flush()\n    time.sleep(100)\n"
+        "except KeyboardInterrupt:\n    time.sleep(0.5)\n    sys.stdout.write('saved\\n'); sys.stdout.flush()\n"
     )
     words = ["srun", "-n", "2", sys.executable, "saves.py"]
     process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, start_new_session=True)
