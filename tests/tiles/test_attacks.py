@@ -15,8 +15,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from daemons import daemon_pid, kill_daemon, leases_when, python_for_all
 
-from conftest import daemon_pid, kill_daemon, leases_when, python_for_all
 from tilework.errors import MachineError, TileworkError, UserError
 from tilework.tiles import alive, client, holding, messages
 from tilework.tiles.asks import Ask

@@ -7,8 +7,7 @@ import subprocess
 import sys
 
 import pytest
-
-from conftest import python_for_all
+from daemons import python_for_all
 
 PLACES = r"""
 set -e

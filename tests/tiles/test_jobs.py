@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from daemons import kill_daemon, leases_when
 
-from conftest import kill_daemon, leases_when
 from tilework.errors import UserError
 from tilework.tiles import client, jobs
 from tilework.tiles.asks import Ask

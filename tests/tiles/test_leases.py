@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 
 import pytest
+from daemons import daemon_pid, kill_daemon, leases_when, python_for_all
 
-from conftest import daemon_pid, kill_daemon, leases_when, python_for_all
 from tilework.errors import MachineError, UserError
 from tilework.tiles import alive, client, holding, messages, place, records
 from tilework.tiles.asks import Ask

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from daemons import kill_daemon, leases_when
 from torch import nn
 
 import tilework
-from conftest import kill_daemon, leases_when
 from sambaflow.samba.affinity import tiles_asked
 from tilework.errors import UserError
 from tilework.tiles import client, holding, messages

@@ -20,8 +20,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from daemons import daemon_pid, leases_when
 
-from conftest import daemon_pid, leases_when
 from sambaflow.samba.affinity import tiles_asked, tiles_of_mask
 from sambaflow.tools import snconfig, sntilestat
 from tilework.errors import UserError

@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
+from daemons import kill_daemon, leases_when, python_for_all
 
-from conftest import kill_daemon, leases_when, python_for_all
 from tilework.tiles import client
 
 FULL = os.environ.get("TILEWORK_FULL") == "1"
