@@ -276,7 +276,7 @@ def test_a_full_disk(queue: LocalQueue, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be two users")
 def test_two_users(queue: LocalQueue, tmp_path: Path) -> None:
-    """Another user can read neither environment nor logs, cancel nothing, and take no tile that a job has."""
+    """Another user can read neither environment nor logs, and cancel nothing. (Tiles of others: tests/tiles.)"""
     job = sh(queue, "echo secret; sleep 1000", environment={**os.environ, "PASSWORD": "secret"})
     until(lambda: queue.job(job.id).state == "RUNNING")
     at = queue.book.supervised()[0]

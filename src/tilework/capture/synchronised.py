@@ -40,8 +40,7 @@ def batch_norm(  # type: ignore[no-untyped-def]
     input, running_mean, running_var, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5
 ):
     """F.batch_norm, of all replicas where that is wanted."""
-    owned = _owned.get()
-    if not training or (owned is not None and not any(id(t) in owned for t in (weight, running_mean))):
+    if not training or not _wanted(weight, running_mean):
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     F._verify_batch_size(input.size())  # type: ignore[attr-defined]
     return _of_all_replicas(input, running_mean, running_var, weight, bias, momentum, eps)
@@ -50,8 +49,15 @@ def batch_norm(  # type: ignore[no-untyped-def]
 def torch_batch_norm(  # type: ignore[no-untyped-def]
     input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled
 ):
-    """torch.batch_norm: the same with its arguments in another order."""
-    return batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    """torch.batch_norm: the same with its arguments in another order, and fewer checks."""
+    if not training or not _wanted(weight, running_mean):
+        return torch.batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled)
+    return _of_all_replicas(input, running_mean, running_var, weight, bias, momentum, eps)
+
+
+def _wanted(*tensors: Any) -> bool:
+    owned = _owned.get()
+    return owned is None or any(id(t) in owned for t in tensors)
 
 
 def _of_all_replicas(  # type: ignore[no-untyped-def]
