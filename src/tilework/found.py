@@ -11,7 +11,7 @@ from importlib.metadata import entry_points
 from types import ModuleType
 from typing import Literal
 
-OURS = ("cpu", "reference", "null")
+OURS = ("cpu", "cuda", "reference", "null")
 _ROOMS = {"backends": "tilework.compiler.backends", "devices": "tilework.runtime.devices"}
 
 

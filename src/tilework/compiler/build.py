@@ -270,6 +270,7 @@ def make_manifest(name: str, made: Made, weights: Weights, verification: Verific
                 "keep_momentum": options.keep_momentum,
                 "keep_gradients": options.keep_gradients,
                 "sync_batch_norm": options.sync_batch_norm,
+                "tf32": options.tf32,
                 "disable": list(options.disable),
             },
         ),

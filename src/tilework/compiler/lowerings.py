@@ -14,6 +14,7 @@ import torch
 
 from ..artifact import operators
 from ..artifact.random import mix_bits
+from .cuda import loops
 
 
 class _Value:
@@ -117,6 +118,9 @@ def register() -> None:
 
         def codegen(self, wrapper: Any) -> None:
             target, value = (x.codegen_reference() for x in self.inputs)  # type: ignore[union-attr]
+            if not V.graph.cpp_wrapper:
+                wrapper.writeline(f"{target}.copy_({value})")
+                return
             wrapper.writeline(f"AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_copy_({target}, {value}, 0));")
 
     def _pointer(x: Any) -> str:
@@ -143,6 +147,9 @@ def register() -> None:
             return x, [*step, max(column, rows)], True
         x = ExternKernel.require_contiguous(ExternKernel.copy_input(x))
         return x, [*([rows * columns] * len(step)), columns], False
+
+    def on_gpu(x: Any) -> bool:
+        return x.get_device().type != "cpu"  # type: ignore[no-any-return]
 
     def sizes(x: Any) -> list[int]:
         return [int(s) for s in x.get_size()]
@@ -189,6 +196,8 @@ def register() -> None:
 
     @register_lowering(tilework.over_replicas.default, type_promotion_kind=None)
     def over_replicas(x: Any) -> Any:
+        if on_gpu(x):  # Device.sum_over says that it has none
+            return kept(x)
         kind = {torch.float32: "float", torch.float64: "double"}[x.get_dtype()]
         made = NativeCall("over_replicas", sizes(x), [dense(x)], [str(math.prod(sizes(x)))], last=False)
         made.cast = f"({kind}*)"
@@ -269,8 +278,12 @@ def register() -> None:
     @register_lowering(tilework.max_pool.default, type_promotion_kind=None)
     def max_pool(x: Any, *rest: Any) -> Any:
         shape = operators.pool_shape(sizes(x), *rest)
+        if on_gpu(x):
+            return loops.max_pool(x, shape, *map(list, rest))
         return pool("max_pool", shape, [x], sizes(x), shape, rest)
 
     @register_lowering(tilework.max_pool_grad.default, type_promotion_kind=None)
     def max_pool_grad(grad: Any, x: Any, pooled: Any, *rest: Any) -> Any:
+        if on_gpu(x):
+            return loops.max_pool_grad(grad, x, pooled, *map(list, rest))
         return pool("max_pool_grad", sizes(x), [grad, x, pooled], sizes(x), sizes(pooled), rest)

@@ -7,7 +7,7 @@ there (aot_export) traces the whole program twice more, a quarter of the time th
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,23 +23,34 @@ from ..errors import BugError
 from ..plan.aliases import operator_named
 
 aten = torch.ops.aten
+Otherwise = Callable[..., Any]  # (the translation, the operator's arguments) -> its result, or several
 _UPDATE = "tilework.updated_by_product.default"
 
 
-def to_fx(graph: Graph, mode: FakeTensorMode, called: Sequence[Node] = ()) -> torch.fx.GraphModule:
+def to_fx(
+    graph: Graph,
+    mode: FakeTensorMode,
+    called: Sequence[Node] = (),
+    *,
+    device: str = "cpu",
+    otherwise: Mapping[str, Otherwise] | None = None,
+) -> torch.fx.GraphModule:
     """One placeholder a buffer, results stored with copy_, no outputs. Inductor stores in place. The nodes `called` become calls
-    through torch's dispatcher, by their number."""
-    return _Translation(graph, mode, {n.name: i for i, n in enumerate(called)}).run()
+    through torch's dispatcher, by their number; operators in `otherwise` are written as these functions say."""
+    return Translation(graph, mode, {n.name: i for i, n in enumerate(called)}, torch.device(device), otherwise or {}).run()
 
 
-class _Translation:
-    def __init__(self, graph: Graph, mode: FakeTensorMode, called: dict[str, int]) -> None:
-        self.graph, self.mode, self.called = graph, mode, called
+class Translation:
+    def __init__(
+        self, graph: Graph, mode: FakeTensorMode, called: dict[str, int], device: torch.device, otherwise: Mapping[str, Otherwise]
+    ) -> None:
+        self.graph, self.mode, self.called, self.device, self.otherwise = graph, mode, called, device, otherwise
         self.simpler = select_decomp_table()
         self.fx = torch.fx.Graph()
         self.env: dict[str, Any] = {}  # name -> fx node, or several of them for an operator with several results
         self.known: dict[Any, torch.fx.GraphModule] = {}
         self.updates: dict[str, Any] = {}  # node -> the arguments of an update in place
+        self.kept: dict[Any, Any] = {}  # for operators that are written otherwise: what one leaves for another
 
     def run(self) -> torch.fx.GraphModule:
         for i, buffer in enumerate(self.graph.buffers):
@@ -52,8 +63,10 @@ class _Translation:
                 self.updates[node.name] = args  # made in place, when its weight is written
             elif node.name in self.called:
                 self.env[node.name] = self._call(node, self.called[node.name])
+            elif node.op in self.otherwise:
+                self.env[node.name] = self.otherwise[node.op](self, *args, **kwargs)
             elif op in self.simpler:
-                self.env[node.name] = self._inline(op, args, kwargs)
+                self.env[node.name] = self.inline(op, args, kwargs)
             elif op is operator.getitem and isinstance(args[0], (list, tuple)):
                 self.env[node.name] = args[0][args[1]]
             else:
@@ -112,7 +125,27 @@ class _Translation:
 
     def _fake(self, kind: TensorType) -> torch.Tensor:
         with self.mode:
-            return torch.empty_strided(kind.shape, kind.stride, dtype=DTYPES[kind.dtype])
+            return torch.empty_strided(kind.shape, kind.stride, dtype=DTYPES[kind.dtype], device=self.device)
+
+    def emit(self, op: Any, *args: Any, **kwargs: Any) -> Any:
+        """A call of `op` as it is, and its results."""
+        made = self.fx.call_function(op, args, kwargs)
+        with self.mode:
+            made.meta["val"] = op(*pytree.tree_map(_fake_of, args), **pytree.tree_map(_fake_of, kwargs))
+        if not isinstance(made.meta["val"], (tuple, list)):
+            return made
+        results = []
+        for i, value in enumerate(made.meta["val"]):
+            results.append(self.fx.call_function(operator.getitem, (made, i)))
+            results[-1].meta["val"] = value
+        return results
+
+    def trace(self, function: Callable[..., Any], *args: torch.fx.Node) -> Any:
+        """A function of tensors, in Inductor's operators."""
+        with self.mode:
+            fresh = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in map(_fake_of, args)]
+            made = make_fx(function, decomposition_table=self.simpler)(*fresh)
+        return self._copied(made.graph, iter(args))
 
     def _value(self, value: Any) -> Any:
         if isinstance(value, Ref):
@@ -121,9 +154,11 @@ class _Translation:
             return {k: self._value(v) for k, v in value.items()}
         if isinstance(value, (list, tuple)):
             return type(value)(self._value(v) for v in value)
+        if isinstance(value, torch.device) and value.type == "cpu":
+            return self.device
         return value
 
-    def _inline(self, op: Any, args: Any, kwargs: Any) -> Any:
+    def inline(self, op: Any, args: Any, kwargs: Any) -> Any:
         """`op` in terms of simpler operators (itself, where there are none for these arguments)."""
         flat, structure = pytree.tree_flatten((args, kwargs))
         where = [i for i, v in enumerate(flat) if isinstance(v, torch.fx.Node)]
@@ -138,7 +173,7 @@ class _Translation:
                 return op(*args, **kwargs)
 
             with self.mode:  # fresh tensors: copies of one operator's results have the same, and the trace tells by identity
-                fresh = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype) for v in (flat[i].meta["val"] for i in where)]
+                fresh = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in (flat[i].meta["val"] for i in where)]
                 self.known[key] = make_fx(call, decomposition_table=self.simpler)(*fresh)
         return self._copied(self.known[key].graph, iter(flat[i] for i in where))
 
@@ -243,6 +278,10 @@ def verify_order(graph: torch.fx.Graph, name: str) -> None:
             if target in written:
                 raise BugError("verify-order", f"program {name}: a buffer is written twice: {node.format_node()}")
             written.add(target)
+
+
+def _fake_of(value: Any) -> Any:
+    return value.meta["val"] if isinstance(value, torch.fx.Node) else value
 
 
 def _kind(value: Any) -> Any:

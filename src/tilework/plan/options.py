@@ -12,8 +12,13 @@ from ..found import device_names
 PASSES = ("fuse", "join", "sums", "small_convolutions", "products", "updates", "channels_last", "pieces")
 
 
-def known_isas(architecture: str) -> tuple[str, ...]:
+GPUS = ("native", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+
+
+def known_isas(architecture: str, device: str = "cpu") -> tuple[str, ...]:
     """Instruction sets that code can be compiled for on a machine of this architecture."""
+    if device == "cuda":
+        return GPUS
     return ("native", "x86-64-v3", "x86-64-v4", "baseline") if architecture == "x86_64" else ("native", "baseline")
 
 
@@ -21,9 +26,11 @@ def known_isas(architecture: str) -> tuple[str, ...]:
 class Options:
     """Everything that can be chosen about a compile."""
 
-    device: str = "cpu"  # cpu, reference, null, or one from another package
+    device: str = "cpu"  # cpu, cuda, reference, null, or one from another package
     programs: Literal["all", "fused", "sections"] = "all"  # what to build: the fused step, its sections one by one, or both
-    isa: Literal["native", "x86-64-v3", "x86-64-v4", "baseline"] = "native"  # instruction set of native code
+    isa: str = "native"  # of native code: x86-64-v3, x86-64-v4, baseline; of a GPU: sm_90 and the like
+    tf32: bool = False  # cuda: float32 products and convolutions with 10 bits of the mantissa, several times as fast
+    whole_loop: bool = True  # cuda: small steps become one kernel for all steps of a call
     opt_level: int = 3  # of the native compiler; 1 compiles faster, runs a little slower
     keep_momentum: bool = False  # reserve momentum buffers even if the optimizer has no momentum yet
     keep_gradients: bool = False  # the fused step keeps gradients, so that they can be read
@@ -43,8 +50,11 @@ class Options:
         if self.programs not in ("all", "fused", "sections"):
             problems.append(f"programs: found {self.programs!r}; known: all, fused, sections")
         here = platform.machine()
-        if self.isa not in known_isas(here):
-            problems.append(f"isa: found {self.isa!r}; known on {here}: {', '.join(known_isas(here))}")
+        isas = known_isas(here, self.device)
+        if self.isa not in isas:
+            problems.append(f"isa: found {self.isa!r}; known {'of GPUs' if self.device == 'cuda' else f'on {here}'}: {', '.join(isas)}")
+        if self.tf32 and self.device != "cuda":
+            problems.append("tf32: only GPUs have it; found device " + repr(self.device))
         if self.opt_level not in (0, 1, 2, 3):
             problems.append(f"opt_level: found {self.opt_level}, expected 0 to 3")
         if self.num_replicas < 1:

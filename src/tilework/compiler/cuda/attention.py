@@ -1,0 +1,75 @@
+"""Attention. Graphs are captured on the host, whose fused operator they name; here it is the GPU's, or its formula where there is none
+(float32, a mask, an odd head size). Both keep the same two results: the output, and the logarithm of each row's sum."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from ..to_fx import Translation
+
+aten = torch.ops.aten
+
+
+def _kind(x: Any) -> torch.Tensor:
+    return x.meta["val"]  # type: ignore[no-any-return]
+
+
+def _fused(q: Any, k: Any, v: Any, mask: Any) -> bool:
+    half = _kind(q).dtype in (torch.bfloat16, torch.float16)
+    head = _kind(q).shape[-1]
+    return half and mask is None and head % 8 == 0 and head <= 256 and _kind(q).shape[:2] == _kind(k).shape[:2]
+
+
+def _forward(t: Translation, q: Any, k: Any, v: Any, dropout: float = 0.0, causal: bool = False, *, attn_mask: Any = None,
+             scale: float | None = None) -> Any:  # fmt: skip
+    if _fused(q, k, v, attn_mask):
+        made = t.emit(aten._scaled_dot_product_flash_attention.default, q, k, v, 0.0, causal, False, scale=scale)
+        t.kept[made[1]] = made
+        return made[:2]
+    scale = scale or 1 / math.sqrt(_kind(q).shape[-1])
+
+    def formula(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = _scores(q, k, scale, causal, mask)
+        row = torch.logsumexp(scores, -1)
+        weights = torch.softmax(scores, -1).to(q.dtype)
+        return weights @ v, row
+
+    return t.trace(formula, q, k, v, *([] if attn_mask is None else [attn_mask]))
+
+
+def _backward(t: Translation, grad: Any, q: Any, k: Any, v: Any, out: Any, row: Any, dropout: float, causal: bool, *,
+              attn_mask: Any = None, scale: float | None = None) -> Any:  # fmt: skip
+    if row in t.kept:
+        _, _, cum_q, cum_k, max_q, max_k, seed, unused, *_ = t.kept[row]
+        return t.emit(aten._scaled_dot_product_flash_attention_backward.default, grad, q, k, v, out, row, cum_q, cum_k, max_q,
+                      max_k, 0.0, causal, seed, unused, scale=scale)  # fmt: skip
+    scale = scale or 1 / math.sqrt(_kind(q).shape[-1])
+
+    def formula(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, row: torch.Tensor,
+                *mask: torch.Tensor) -> tuple[torch.Tensor, ...]:  # fmt: skip
+        weights = torch.exp(_scores(q, k, scale, causal, mask) - row.unsqueeze(-1))
+        share = (grad.float() * out.float()).sum(-1, keepdim=True)
+        inner = (grad @ v.transpose(-1, -2)).float() - share
+        scores = (weights * inner * scale).to(q.dtype)
+        return scores @ k, scores.transpose(-1, -2) @ q, weights.to(q.dtype).transpose(-1, -2) @ grad
+
+    return t.trace(formula, grad, q, k, v, out, row, *([] if attn_mask is None else [attn_mask]))
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor, scale: float, causal: bool, mask: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    scores = (q @ k.transpose(-1, -2)).float() * scale
+    for m in mask:
+        scores = scores + m
+    if causal:
+        rows = torch.arange(q.shape[-2], device=q.device)[:, None]
+        scores = torch.where(rows >= torch.arange(k.shape[-2], device=q.device), scores, -math.inf)
+    return scores
+
+
+WRITTEN = {
+    "aten._scaled_dot_product_flash_attention_for_cpu.default": _forward,
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": _backward,
+}

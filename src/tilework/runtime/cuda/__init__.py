@@ -1,0 +1,1 @@
+"""What devices/cuda.py is made of: the driver, launch plans, memory, the loop."""

@@ -1,0 +1,71 @@
+"""A loop that is one kernel: every step of a call in one launch (compiler/cuda/persistent)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...errors import UserError
+from ..devices import Call
+from ...gpu import Kernel, copy_within
+
+if TYPE_CHECKING:
+    from ..devices.cuda import Device
+    from .loop import Table
+
+_COUNTER = 64  # bytes at the start of the scratch memory that are zero when the kernel begins
+
+
+class Whole:
+    def __init__(self, device: Device, entry: dict[str, Any], call: Call, table: Table) -> None:
+        self.device, self.table = device, table
+        self.names = [str(b) for b in entry["buffers"]]
+        rows = {b: i for i, b in enumerate((*call.inputs, *call.scheduled, *call.zeroed, *call.outputs))}
+        how = dict(zip(call.inputs, call.taken or ["each"] * len(call.inputs), strict=True))
+        how |= dict.fromkeys(call.scheduled, "each")
+        how |= {b: "each" if h == "all" else h for b, h in zip(call.outputs, call.how or ["all"] * len(call.outputs), strict=True)}
+        self.rows = {b: (rows[b], way == "each") for b, way in how.items()}
+        self.left = [b for b in (*call.scheduled, *call.outputs) if b in self.rows]  # what the session holds afterwards
+        self.zeroed = call.zeroed
+        self.addresses = {b: device.memory.tensors[b].data_ptr() for b in {*self.names, *self.rows}}
+        self.host = torch.zeros(2 * len(self.names), dtype=torch.int64).pin_memory()
+        self.places = torch.zeros(2 * len(self.names), dtype=torch.int64, device=device.torch_device)
+        self.wrong = torch.zeros(1, dtype=torch.int32).pin_memory()
+        self.scratch = device.scratch(int(entry["scratch"]))
+        self.grid, self.threads, self.shared = (int(entry["blocks"]), 1, 1), int(entry["threads"]), int(entry["shared"])
+        self.name = str(entry["function"])
+        self.function = device.module(str(entry["member"])).function(self.name, self.shared)
+
+    def __call__(self, count: int) -> None:
+        """`count` steps, from the table's place in the call on."""
+        head, copies = self.table.head, self.table.copies
+        numbers = []
+        for name in self.names:
+            row, moves = self.rows.get(name, (None, False))
+            if row is None:
+                numbers += [self.addresses[name], 0]
+            elif moves:
+                numbers += [copies[row].memory + head.at * copies[row].bytes, copies[row].bytes]
+            else:
+                numbers += [copies[row].memory, 0]
+        self.host.copy_(torch.tensor(numbers, dtype=torch.int64))
+        self.places.copy_(self.host, non_blocking=True)
+        self.scratch[:_COUNTER].zero_()
+        for name in self.zeroed:
+            self.device.memory.tensors[name].zero_()
+        args = [("*i64", self.places.data_ptr()), ("*u8", self.scratch.data_ptr()), ("*u32", self.wrong.data_ptr()),
+                ("i64", count), ("u64", head.base), ("u64", head.counter)]  # fmt: skip
+        Kernel(self.function, self.grid, self.threads, self.shared, args, cooperative=self.grid[0] > 1, name=self.name).launch()
+        for name in self.left:
+            row, moves = self.rows[name]
+            copy = copies[row]
+            place = copy.memory + ((head.at + count - 1) * copy.bytes if moves else 0)
+            copy_within(self.addresses[name], place, copy.bytes)
+
+    def check(self) -> None:
+        """After the kernel is done."""
+        if int(self.wrong[0]):
+            self.wrong.zero_()
+            raise UserError("input-values", "an index in the inputs is out of range", found="the first one was taken instead",
+                            fix="correct the class labels or token numbers, and load the weights again")  # fmt: skip
