@@ -6,7 +6,7 @@ import inspect
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ from ..errors import UserError
 from ..hosts import steps_made
 from ..step import Step
 from .chance import Gate
-from .examples import settled
+from .examples import few_rows, settled
 from .losses import from_losses
 from .opt import opt_graph
 from .optimizers import Group, groups_of
@@ -160,7 +160,7 @@ class _Capture:
                 stack.enter_context(preserved(step))
                 for _, root in step.modules:
                     root.eval()
-            self.probe = probe = run_probe(step, self._fresh)
+            self.probe = probe = self._looked_at()
         self._name_buffers(probe)
         self.formulas = list(dict.fromkeys(probe.when.values()))
         ran = {k: Kind.RAN.of(str(self.formulas.index(formula))) for k, formula in probe.when.items()}
@@ -190,6 +190,33 @@ class _Capture:
         return self._graph(sections, infer_structure)
 
     # ---- the parts ----
+
+    def _looked_at(self) -> Probe:
+        """What a real run shows. Where the examples are only shapes and there are many rows, some of them are enough; unless Python
+        reads values, which may be of as many rows as there are."""
+        self.few: list[Tensor] | None = None
+        few = few_rows(self.step, self.flat)
+        if few is not None:
+            probe = run_probe(self.step, lambda: self._fresh([t.detach().clone() for t in few]))
+            if not probe.reads and not probe.chances:
+                self.few = few
+                return replace(probe, outputs=self._outputs_of_all_rows(probe))
+        return run_probe(self.step, self._fresh)
+
+    def _outputs_of_all_rows(self, probe: Probe) -> list[Tensor]:
+        """Like the outputs, in shape and type."""
+
+        def forward(*args: Tensor) -> list[Tensor]:
+            inputs, targets = self._fresh(args[: len(self.flat)])
+            with captured(masks=probe.masks), seeded(args[len(self.flat)], args[len(self.flat) + 1 :]):
+                return [o.detach() for o in evaluate(self.step, inputs, targets)[0]]
+
+        args = [*self.flat, torch.tensor(1), *(torch.tensor(s.p, dtype=torch.float64) for s in probe.sites)]
+        with preserved(self.step, probe.changing):
+            traced = trace(forward, args)
+        results = next(n for n in traced.module.graph.nodes if n.op == "output").args[0]
+        kinds = [r.meta["val"] for r in results[: len(probe.outputs)]]
+        return [torch.zeros((), dtype=k.dtype).expand(k.shape) for k in kinds]
 
     def _fresh(self, flat: Sequence[Tensor] | None = None) -> tuple[Any, Any]:
         """(inputs, targets) in the user's structure, as leaves of their own."""
@@ -363,7 +390,7 @@ class _Capture:
             findings = Findings()
             mode = watch = WatchOperators(findings, self.weights.values())
             with WatchFunctions(watch):
-                infer(*self.flat[:n], torch.tensor(1))
+                infer(*(self.few or self.flat)[:n], torch.tensor(1))
             watch.put_back()
             refuse(findings)
             for buffers, before in held:  # forward may have put new tensors in their place

@@ -88,6 +88,7 @@ class Bound:
 
     def run(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], scheduled: Sequence[Tensor] = ()) -> None:
         device = self.device
+        device.stream.wait_stream(torch.cuda.current_stream(device.torch_device))  # what was written to the session's buffers
         with torch.no_grad(), torch.cuda.device(device.torch_device), torch.cuda.stream(device.stream), device.settings():
             if self.call.watched:
                 self._watched(inputs, outputs, scheduled)

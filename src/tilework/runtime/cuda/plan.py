@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...artifact.graph import DTYPES, MEMORY_FORMATS
-from ...artifact.operators import allowed_operators
+from ..devices.reference import allowed_operators
 from ...errors import UserError
 from ...gpu import Kernel, Module
 

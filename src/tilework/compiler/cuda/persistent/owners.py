@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from .formulas import NotSmall
 from .stages import Access, Loop, Memory, Stage, Stages, coordinates, elements
 
 BARRIER = 1.15  # us: blocks of a whole GPU wait for each other; measured on an H200
@@ -22,6 +23,8 @@ FAR = 0.35  # us: to read what another block has written
 PACE = 0.0016  # us: an element of a thread's share
 MOST_ENUMERATED = 3_000_000  # elements of an access; with more, it is taken for one of everybody's
 MOST_REPEATED = 20_000  # operations that every block may do for itself
+MOST_STAGES = 150  # of a kernel
+MOST_TRIALS = 400  # plans that are looked at
 MOST_PRIVATE = 160 << 10  # bytes that every block may have for itself
 
 
@@ -75,12 +78,15 @@ class _Planner:
         self.made, self.blocks, self.threads = made, blocks, threads
         self.stages = made.stages
         self.written = {a.memory for s in self.stages for _, a in s.touched() if a.write}
+        self.touched = [frozenset({a.memory for _, a in s.touched()} & self.written) for s in self.stages]
         self.read = {a.memory for s in self.stages for _, a in s.touched() if not a.write}
         self._elements: dict[tuple[int, int], Any] = {}
         self._touches: dict[tuple[int, Split], dict[tuple[str, bool], _Touch]] = {}
         self._clashes: dict[tuple[Any, ...], bool] = {}
 
     def best(self) -> Owned:
+        if len(self.stages) > MOST_STAGES:
+            raise NotSmall(f"{len(self.stages)} stages")
         if self.blocks == 1:
             return self._planned(tuple(REPEATED for _ in self.stages))
         small = [self._may_repeat(s) for s in self.stages]
@@ -94,12 +100,14 @@ class _Planner:
     def _improved(self, splits: tuple[Split, ...]) -> Owned:
         """One stage after the other gets the split that is best with the others as they are; two rounds."""
         plan = self._planned(splits)
+        trials = 0
         for _ in range(2):
             before = plan.estimate
             for i, stage in enumerate(self.stages):
                 for split in self._ways(stage):
-                    if split == plan.splits[i]:
+                    if split == plan.splits[i] or trials * len(self.stages) > MOST_TRIALS * 20:
                         continue
+                    trials += 1
                     trial = self._planned((*plan.splits[:i], split, *plan.splits[i + 1 :]))
                     if trial.estimate < plan.estimate - 1e-9:
                         plan = trial
@@ -212,19 +220,22 @@ class _Planner:
 
     def _clash(self, j: int, i: int, splits: tuple[Split, ...], private: frozenset[str], *, across: bool) -> bool:
         """Whether stage i must come after stage j is complete: in other blocks, or in other threads of the same."""
-        key = (j, splits[j], i, splits[i], across, self._shared(j, i) & private)
+        shared = self._shared(j, i)
+        if not shared:
+            return False
+        key = (j, splits[j], i, splits[i], across, shared & private if across else None)
         if key not in self._clashes:
             self._clashes[key] = any(
                 self._meets(j, first, i, second, memory, splits, across=across)
-                for memory in self._shared(j, i)
+                for memory in shared
                 if not (across and memory in private)
                 for first, second in ((True, False), (False, True), (True, True))
             )
         return self._clashes[key]
 
     def _shared(self, j: int, i: int) -> frozenset[str]:
-        a, b = ({x.memory for _, x in self.stages[k].touched()} for k in (j, i))
-        return frozenset(a & b & self.written)
+        """Memories that both touch, and somebody writes."""
+        return self.touched[j] & self.touched[i]
 
     def _meets(self, j: int, first: bool, i: int, second: bool, memory: str, splits: tuple[Split, ...], *, across: bool) -> bool:
         """Whether one element is touched by both, in different blocks (`across`) or at all."""
