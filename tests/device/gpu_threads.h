@@ -52,6 +52,11 @@ static void wait(Barrier& b, int count) {
 }
 static void __syncthreads() { wait(of_block[blockIdx.x], num_threads); }
 #define tw_grid_barrier(scratch, epoch) ((void)(epoch), wait(of_grid, num_blocks * num_threads))
+static void tw_fetch(unsigned char* to, const unsigned char* from, int bytes, int thread, int threads) {
+  for (int i = thread * 4; i < bytes; i += threads * 4) memcpy(to + i, from + i, 4);
+}
+static void tw_fetch_sent() {}
+static void tw_fetched() {}
 template <typename T> static T tw_far(const T* p) { return *p; }
 template <typename T> static T tw_swap(T x, int other) {
   const int warp = (blockIdx.x * num_threads + threadIdx.x) / 32, lanes = num_threads < 32 ? num_threads : 32;

@@ -130,8 +130,17 @@ def _cast(name: str, value: Tensor, dtype: torch.dtype, told: set[tuple[str, tor
 class InputPlan:
     """What the inputs of one kind of call must be; turns the caller's tensors into dense ones with `count` slices."""
 
-    def __init__(self, expected: list[Argument], structure: Structure, count: int, batch_dim: int | None, page: Slot) -> None:
-        self._page = page
+    def __init__(
+        self,
+        expected: list[Argument],
+        structure: Structure,
+        count: int,
+        batch_dim: int | None,
+        page: Slot,
+        places: tuple[str, ...] = ("cpu",),
+    ) -> None:
+        """`places`: where the device can read a caller's tensor."""
+        self._page, self._places = page, places
         self._told: set[tuple[str, torch.dtype]] = set()  # inputs of another width that were warned of
         self.expected, self.structure, self.count, self.batch_dim = expected, structure, count, batch_dim
         self.types = [(DTYPES[a.type.dtype], torch.Size(_whole_shape(tuple(a.type.shape), count, batch_dim))) for a in expected]
@@ -152,7 +161,7 @@ class InputPlan:
                     and value.dtype is dtype
                     and value.shape == shape
                     and value.is_contiguous()
-                    and value.is_cpu
+                    and (value.is_cpu or value.device.type in self._places)
                     and not value.is_neg()
                 ):
                     break
@@ -172,8 +181,9 @@ class InputPlan:
         problems, found = [], []
         count, batch_dim = self.count, self.batch_dim
         for value, argument, (dtype, whole), shared in zip(leaves, self.expected, self.types, self.shared, strict=True):
-            if value.device.type != "cpu" or value.layout != torch.strided:
-                problems.append(f"{argument.name}: is on {value.device} ({value.layout}), expected a dense tensor on the cpu")
+            if value.device.type not in self._places or value.layout != torch.strided:
+                places = " or ".join(self._places)
+                problems.append(f"{argument.name}: is on {value.device} ({value.layout}), expected a dense tensor on the {places}")
                 continue
             if value.dtype != dtype and (converted := _cast(argument.name, value.detach(), dtype, self._told)) is not None:
                 value = converted

@@ -65,7 +65,9 @@ class Calls:
         found = self._inputs.get((role, count))
         if found is None:
             expected = s.inputs[: s.num_model_inputs] if role == "infer" else s.inputs
-            self._inputs[role, count] = found = InputPlan(expected, s.input_structure, count, s.batch_dim, self.page)
+            self._inputs[role, count] = found = InputPlan(
+                expected, s.input_structure, count, s.batch_dim, self.page, getattr(self.device, "places", ("cpu",))
+            )
         return found
 
     def outputs_of(self, wanted: str | Mapping[str, str], num_steps: int) -> OutputPlan:

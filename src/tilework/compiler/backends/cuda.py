@@ -111,14 +111,13 @@ def _whole(graph: Graph, target: Any, report: Report) -> tuple[dict[str, bytes],
     from ..cuda.persistent.formulas import NotSmall
 
     try:
-        emitted, owned = best.best(graph, target)
-        code = _nvrtc(emitted.source, f"{graph.name}_loop", target)
+        code, emitted, owned, how = best.best(graph, target)
     except NotSmall as e:
         return {}, {"whole_loop": f"not one kernel: {e}"}
-    report(f"{graph.name}: one kernel for the loop, {owned.num_barriers} barriers a step, {owned.blocks} blocks")
+    report(f"{graph.name}: one kernel for the loop, {owned.num_barriers} barriers a step, {owned.blocks} blocks; {how}")
     entry = {"function": best.NAME, "member": kernels.member(code), "blocks": emitted.blocks, "threads": emitted.threads,
              "shared": emitted.shared, "scratch": emitted.scratch, "buffers": list(emitted.buffers),
-             "barriers": owned.num_barriers, "estimate": owned.estimate}  # fmt: skip
+             "barriers": owned.num_barriers, "estimate": owned.estimate, "chosen": how}  # fmt: skip
     return {kernels.member(code): code}, {"whole": entry}
 
 

@@ -23,12 +23,31 @@ def _fused(q: Any, k: Any, v: Any, mask: Any) -> bool:
     return half and mask is None and head % 8 == 0 and head <= 256 and _kind(q).shape[:2] == _kind(k).shape[:2]
 
 
+def _usable(mask: Any, k: Any) -> bool:
+    """The GPU's kernel reads the mask 16 bytes at a time."""
+    return mask is not None and _kind(mask).dim() == 4 and _kind(k).shape[-2] % 8 == 0 and _kind(mask).shape[-1] != 1
+
+
+def _expanded(t: Translation, mask: Any, q: Any, k: Any) -> Any:
+    shape = [*_kind(q).shape[:3], _kind(k).shape[2]]
+    made = t.trace(lambda m: m.to(_kind(q).dtype).contiguous(), mask)
+    return t.emit(aten.expand.default, made, shape)
+
+
 def _forward(t: Translation, q: Any, k: Any, v: Any, dropout: float = 0.0, causal: bool = False, *, attn_mask: Any = None,
              scale: float | None = None) -> Any:  # fmt: skip
     if _fused(q, k, v, attn_mask):
         made = t.emit(aten._scaled_dot_product_flash_attention.default, q, k, v, 0.0, causal, False, scale=scale)
         t.kept[made[1]] = made
         return made[:2]
+    if _fused(q, k, v, None) and _usable(attn_mask, k):
+        bias = _expanded(t, attn_mask, q, k)
+        out, row, seed, offset = t.emit(aten._scaled_dot_product_efficient_attention.default, q, k, v, bias, True, 0.0, causal,
+                                        scale=scale)  # fmt: skip
+        length = _kind(q).shape[-2]
+        rows = row if _kind(row).shape[-1] == length else t.emit(aten.slice.Tensor, row, 2, 0, length)
+        t.kept[rows] = (bias, row, seed, offset)
+        return out, rows
     scale = scale or 1 / math.sqrt(_kind(q).shape[-1])
 
     def formula(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -42,6 +61,11 @@ def _forward(t: Translation, q: Any, k: Any, v: Any, dropout: float = 0.0, causa
 
 def _backward(t: Translation, grad: Any, q: Any, k: Any, v: Any, out: Any, row: Any, dropout: float, causal: bool, *,
               attn_mask: Any = None, scale: float | None = None) -> Any:  # fmt: skip
+    if row in t.kept and attn_mask is not None:
+        bias, whole, seed, offset = t.kept[row]
+        made = t.emit(aten._scaled_dot_product_efficient_attention_backward.default, grad, q, k, v, bias, out, whole, seed, offset,
+                      0.0, [True, True, True, False], causal, scale=scale)  # fmt: skip
+        return made[:3]
     if row in t.kept:
         _, _, cum_q, cum_k, max_q, max_k, seed, unused, *_ = t.kept[row]
         return t.emit(aten._scaled_dot_product_flash_attention_backward.default, grad, q, k, v, out, row, cum_q, cum_k, max_q,

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ...artifact.graph import Graph
 from .kernels import Way
 from .launches import Launch, Launches, View
 
@@ -65,3 +66,29 @@ def _times(launch: Launch, several: Sequence[Way]) -> list[float]:
         found.append(best)
         module.close()
     return found
+
+
+def time_loop(code: bytes, name: str, emitted: Any, graph: Graph) -> float:
+    """Microseconds a step of a kernel that is a whole loop, on zeros."""
+    from ...gpu import Kernel, Module
+
+    steps = 200
+    memory = {b: torch.zeros(max(1, graph.types[b].num_bytes), dtype=torch.uint8, device="cuda") for b in emitted.buffers}
+    places = torch.tensor([v for b in emitted.buffers for v in (memory[b].data_ptr(), 0)], dtype=torch.int64, device="cuda")
+    scratch = torch.zeros(max(64, emitted.scratch), dtype=torch.uint8, device="cuda")
+    wrong = torch.zeros(1, dtype=torch.int32, device="cuda")
+    args = [("*i64", places.data_ptr()), ("*u8", scratch.data_ptr()), ("*u32", wrong.data_ptr()), ("i64", steps), ("u64", 0), ("u64", 0)]
+    module = Module(code, name)
+    kernel = Kernel(module.function(name, emitted.shared), (emitted.blocks, 1, 1), emitted.threads, emitted.shared, args,
+                    cooperative=emitted.blocks > 1, name=name)  # fmt: skip
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    best = float("inf")
+    for _ in range(3):
+        scratch[:64].zero_()
+        begin.record()
+        kernel.launch()
+        end.record()
+        end.synchronize()
+        best = min(best, begin.elapsed_time(end) * 1000 / steps)
+    module.close()
+    return best

@@ -65,6 +65,7 @@ class Table:
         self.head.seed = buffers[SEED].data_ptr() if SEED in buffers else 0
         self.head.keep = int(call.seeds == "keep")
         blocks = max(1, min(_BLOCKS, largest // (16 * _THREADS)))
+        self.sums: dict[int, Tensor] = {}  # by row: where outputs are added up
         self.begin, self.end = (
             Kernel(device.loop.function(f"tilework_{name}"), (blocks, max(1, n), 1), _THREADS, 0,
                    [("*u8", self.memory.data_ptr())], name=name)
@@ -147,6 +148,7 @@ class Bound:
             row = table.copies[table.head.num_before + i]
             how = (call.how or ["all"] * len(outputs))[i]
             whole = how == "all"
+            self.table.sums[self.table.head.num_before + i] = mine
             row.memory = mine.data_ptr() - (begin * call.num_micro_batches * row.bytes if whole else 0)
             flat = given.view(-1)
             part = slice(begin * flat.numel() // call.num_steps, end * flat.numel() // call.num_steps) if whole else slice(None)

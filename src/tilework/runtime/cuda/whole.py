@@ -26,6 +26,7 @@ class Whole:
         how |= dict.fromkeys(call.scheduled, "each")
         how |= {b: "each" if h == "all" else h for b, h in zip(call.outputs, call.how or ["all"] * len(call.outputs), strict=True)}
         self.rows = {b: (rows[b], way == "each") for b, way in how.items()}
+        self.sums = [b for b, way in how.items() if way == "sum"]
         self.left = [b for b in (*call.scheduled, *call.outputs) if b in self.rows]  # what the session holds afterwards
         self.zeroed = call.zeroed
         self.addresses = {b: device.memory.tensors[b].data_ptr() for b in {*self.names, *self.rows}}
@@ -40,11 +41,18 @@ class Whole:
     def __call__(self, count: int) -> None:
         """`count` steps, from the table's place in the call on."""
         head, copies = self.table.head, self.table.copies
-        numbers = []
+        numbers: list[int] = []
+        slices: dict[str, torch.Tensor] = {}  # of outputs whose sum is asked for
         for name in self.names:
             row, moves = self.rows.get(name, (None, False))
             if row is None:
                 numbers += [self.addresses[name], 0]
+            elif name in self.sums:
+                row_bytes = copies[row].bytes
+                if name not in slices:
+                    buffer = self.device.memory.tensors[name]
+                    slices[name] = torch.empty((count, *buffer.shape), dtype=buffer.dtype, device=buffer.device)
+                numbers += [slices[name].data_ptr(), row_bytes]
             elif moves:
                 numbers += [copies[row].memory + head.at * copies[row].bytes, copies[row].bytes]
             else:
@@ -57,7 +65,12 @@ class Whole:
         args = [("*i64", self.places.data_ptr()), ("*u8", self.scratch.data_ptr()), ("*u32", self.wrong.data_ptr()),
                 ("i64", count), ("u64", head.base), ("u64", head.counter)]  # fmt: skip
         Kernel(self.function, self.grid, self.threads, self.shared, args, cooperative=self.grid[0] > 1, name=self.name).launch()
+        for name, each in slices.items():
+            self.table.sums[self.rows[name][0]].view(each.shape[1:]).add_(each.sum(0))
+            copy_within(self.addresses[name], each[-1].data_ptr(), copies[self.rows[name][0]].bytes)
         for name in self.left:
+            if name in slices:
+                continue
             row, moves = self.rows[name]
             copy = copies[row]
             place = copy.memory + ((head.at + count - 1) * copy.bytes if moves else 0)

@@ -31,6 +31,7 @@ class _Random:
 
 class Device:
     replays, computes = False, True
+    places = ("cpu", "cuda")  # where inputs may be
 
     def __init__(self, artifact: Artifact, num_threads: int | None) -> None:
         manifest = artifact.manifest
@@ -102,7 +103,7 @@ class Device:
     def whole_for(self, call: Call, table: Table) -> Whole | None:
         """All steps of a call in one kernel, where the program has one and the call is of its kind."""
         entry = self._whole.get(call.micro)
-        plain = not call.update and call.num_micro_batches == 1 and not call.watched and "sum" not in (call.how or ())
+        plain = not call.update and call.num_micro_batches == 1 and not call.watched
         if entry is None or not plain or call.seeds == "keep" or os.environ.get("TILEWORK_WHOLE_LOOP", "1") == "0":
             return None
         return Whole(self, entry, call, table)

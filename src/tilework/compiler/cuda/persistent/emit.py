@@ -6,6 +6,7 @@ its first-level cache; what other blocks write is read past it."""
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,11 +19,13 @@ import torch
 from torch._inductor.ops_handler import DefaultHandler
 from torch._inductor.virtualized import V
 
-from ....artifact.names import SEED
+from ....artifact.names import SEED, SUMMED, WEIGHTS, Kind, is_kind
 from .formulas import NotSmall
 from .owners import MOST_ENUMERATED, Owned, Split, lanes
 from .stages import _DTYPES, Access, Loop, Memory, Stage, Stages, as_cpp, coordinates, elements
 
+MOST_FETCHED = 8 << 10  # bytes of an input that every block fetches ahead
+MOST_UNROLLED = 32
 PRELUDE = Path(__file__).parent / "prelude.cuh"
 
 
@@ -52,61 +55,117 @@ class _Emitter:
         self.single = {m.name for m in self.buffers if m.num_elements == 1 and m.name not in self.written and m.buffer != SEED}
         for m in self.buffers:
             assert m.buffer is not None
-            if m.buffer.partition("/")[0].endswith("input") and m.name in self.written:
+            if is_kind(m.buffer, Kind.INPUT) and m.name in self.written:
                 raise NotSmall(f"the step changes its input {m.buffer}")
+        self.homes = owned.homes
+        # Slices of the caller's that are brought into the block's memory one step ahead: memory -> where.
+        self.fetched = {m.name: 0 for m in self.buffers if m.buffer is not None and is_kind(m.buffer, Kind.INPUT)
+                        and m.name not in self.single and m.num_bytes <= MOST_FETCHED and m.num_bytes % 4 == 0}  # fmt: skip
+        self.scratch: dict[str, int] = {}
 
     def run(self) -> Emitted:
-        lines: list[str] = []
+        blocks, threads = self.owned.blocks, self.threads
+        head: list[str] = []
         scratch = 64  # the barrier's counter
-        shared = 256  # partial sums of warps
+        shared = 256 + 16 * len(self.buffers)  # partial sums of warps, then the addresses of the session's buffers
         for m in self.used:
-            if m.name in self.forwarded or m.name in self.single:
+            if m.name in self.forwarded or m.name in self.single or m.buffer == SEED:
                 continue
-            if m.buffer == SEED:
-                lines.append(f"  long long {m.name}_value = 0;")
-            elif m.name in self.owned.private:
-                lines.append(f"  {m.kind}* __restrict__ const {m.name} = ({m.kind}*)(shared + {shared});")
-                shared += -(-m.num_bytes // 16) * 16
+            if m.name in self.owned.private:
+                head.append(f"  {m.kind}* const {m.name} = ({m.kind}*)(shared + {shared});")
+                shared += _rounded(m.num_bytes)
+            elif m.name in self.homes:
+                parts = self.homes[m.name]
+                head += _by_block(f"{m.name}_first", [begin for begin, _ in parts])
+                head += _by_block(f"{m.name}_end", [end for _, end in parts])
+                head.append(f"  {m.kind}* const {m.name} = ({m.kind}*)(shared + {shared}) - {m.name}_first;")
+                shared += _rounded(max(end - begin for begin, end in parts) * m.size)
+            elif m.name in self.fetched:
+                self.fetched[m.name] = shared
+                shared += 2 * _rounded(m.num_bytes)
             elif m.buffer is None:
-                lines.append(f"  {m.kind}* const {m.name} = ({m.kind}*)(scratch + {scratch});")
+                self.scratch[m.name] = scratch
                 scratch += -(-m.num_bytes // 128) * 128
-            else:
-                lines.append(f"  {m.kind}* {m.name} = ({m.kind}*)places[{2 * self.buffers.index(m)}];")
-        lines += self._copies(into=True)
+        lines = [f"  for (int i = tid; i < {2 * len(self.buffers)}; i += {threads}) at[i] = places[i];", "  __syncthreads();"]
+        lines += [*head, *self._copies(into=True), *self._fetch("0", "true"), *self._numbers("0", "  ", declare=True)]
         lines.append("  for (long long step = 0; step < steps; ++step) {")
-        if any(m.buffer == SEED for m in self.used):
-            seed = next(m.name for m in self.used if m.buffer == SEED)
-            lines.append(f"    {seed}_value = (long long)tw_next_seed(base, counter + (unsigned long long)step);")
-        for m in self.buffers:
-            place = 2 * self.buffers.index(m)
-            if m.name in self.single:
-                lines.append(f"    const {m.kind} {m.name}_value = *(const {m.kind}*)(places[{place}] + step * places[{place + 1}]);")
-            elif m.name not in self.owned.private and m.buffer != SEED and m.name not in self.forwarded:
-                lines.append(f"    {m.name} = ({m.kind}*)(places[{place}] + step * places[{place + 1}]);")
+        lines += self._current()
+        if self.fetched:
+            lines += ["    tw_fetched();", "    __syncthreads();", *self._fetch("step + 1", "step + 1 < steps")]
         for i in self.owned.order:
             wait = {"": "", "block": "    __syncthreads();", "grid": "    tw_grid_barrier(scratch, epoch);"}[self.owned.before[i]]
             lines += [wait] if wait else []
-            lines += ["    {  // " + self._title(i), *_Writer(self, i).lines(), "    }"]
+            lines += ["    {  // " + self._title(i), *self._pointers(i), *_Writer(self, i).lines(), "    }"]
         lines += self._given()
         lines.append("  }")
-        lines.append("  tw_grid_barrier(scratch, epoch);" if self.owned.blocks > 1 else "  __syncthreads();")
+        lines.append("  tw_grid_barrier(scratch, epoch);" if blocks > 1 else "  __syncthreads();")
         lines += self._copies(into=False)
         source = "\n".join(
             [
                 PRELUDE.read_text(),
-                f"#define TW_BLOCKS {self.owned.blocks}",
-                f'extern "C" __global__ void __launch_bounds__({self.threads}, 1) {self.name}(',
+                f'extern "C" __global__ void __launch_bounds__({threads}, 1) {self.name}(',
                 "    const long long* __restrict__ places, unsigned char* scratch, unsigned int* wrong,",
                 "    long long steps, unsigned long long base, unsigned long long counter) {",
                 "  TW_SHARED",
                 "  const int tid = threadIdx.x, block = blockIdx.x;",
+                "  long long* const at = (long long*)(shared + 256);",
                 "  unsigned int epoch = 0;",
                 *lines,
                 "}",
                 "",
             ]
         )
-        return Emitted(source, tuple(str(m.buffer) for m in self.buffers), shared, scratch, self.threads, self.owned.blocks)
+        return Emitted(source, tuple(str(m.buffer) for m in self.buffers), shared, scratch, threads, blocks)
+
+    def _place(self, m: Memory) -> int:
+        return 2 * self.buffers.index(m)
+
+    def _pointers(self, number: int) -> list[str]:
+        """Where the memories of a stage lie that have no fixed place in the block."""
+        lines = []
+        for name in dict.fromkeys(a.memory for _, a in self.made.stages[number].touched()):
+            m = self.made.memories[name]
+            if m.name in self.forwarded or m.name in self.single or m.buffer == SEED or m.name in self.owned.private:
+                continue
+            if m.name in self.homes:
+                continue
+            if m.name in self.fetched:
+                size = _rounded(m.num_bytes)
+                lines.append(f"      const {m.kind}* const {m.name} = "
+                             f"(const {m.kind}*)(shared + {self.fetched[m.name]} + (step & 1) * {size});")  # fmt: skip
+            elif m.buffer is None:
+                lines.append(f"      {m.kind}* const {m.name} = ({m.kind}*)(scratch + {self.scratch[m.name]});")
+            else:
+                place = self._place(m)
+                lines.append(f"      {m.kind}* const {m.name} = ({m.kind}*)(at[{place}] + step * at[{place + 1}]);")
+        return lines
+
+    def _fetch(self, step: str, when: str) -> list[str]:
+        """The caller's slices of a step are on their way into the block's memory while the step before is computed."""
+        lines = []
+        for name, where in self.fetched.items():
+            m = self.made.memories[name]
+            place, size = self._place(m), _rounded(m.num_bytes)
+            lines.append(f"    if ({when}) tw_fetch(shared + {where} + (({step}) & 1) * {size}, "
+                         f"(const unsigned char*)(at[{place}] + ({step}) * at[{place + 1}]), {m.num_bytes}, tid, {self.threads});")  # fmt: skip
+        return [*lines, "    tw_fetch_sent();"] if lines else []
+
+    def _numbers(self, step: str, indent: str, *, declare: bool) -> list[str]:
+        """Numbers of the step, read one step ahead."""
+        lines = []
+        for m in self.buffers:
+            if m.name in self.single:
+                place = self._place(m)
+                kind = f"{m.kind} " if declare else ""
+                lines.append(f"{indent}{kind}{m.name}_next = *(const {m.kind}*)(at[{place}] + ({step}) * at[{place + 1}]);")
+        return lines
+
+    def _current(self) -> list[str]:
+        lines = [f"    const {m.kind} {m.name}_value = {m.name}_next;" for m in self.buffers if m.name in self.single]
+        seed = next((m.name for m in self.used if m.buffer == SEED), None)
+        if seed is not None:
+            lines.append(f"    const long long {seed}_value = (long long)tw_next_seed(base, counter + (unsigned long long)step);")
+        return lines + self._numbers("step + 1 < steps ? step + 1 : step", "    ", declare=False)
 
     def _title(self, i: int) -> str:
         names = sorted({self.made.memories[a.memory].buffer or a.memory for _, a in self.made.stages[i].touched() if a.write})
@@ -116,12 +175,15 @@ class _Emitter:
         """Every block's own copies come from the session's buffers before the loop, and one block's go back after it."""
         lines = []
         for m in self.buffers:
-            if m.name not in self.owned.private or m.name in self.forwarded or m.buffer is None:
+            if m.name in self.forwarded or m.buffer is None:
                 continue
-            moves = m.buffer.partition("/")[0].rpartition(":")[2] in ("param", "buffer", "state", "grad", "ran")
-            if not moves:
+            if m.name in self.homes:
+                there = f"(({m.kind}*)at[{self._place(m)}])"
+                loop = f"for (int i = {m.name}_first + tid; i < {m.name}_end; i += {self.threads})"
+                lines.append(f"  {loop} {m.name}[i] = {there}[i];" if into else f"  {loop} {there}[i] = {m.name}[i];")
+            if m.name not in self.owned.private or not is_kind(m.buffer, *WEIGHTS, *SUMMED):
                 continue
-            there = f"(({m.kind}*)places[{2 * self.buffers.index(m)}])"
+            there = f"(({m.kind}*)at[{self._place(m)}])"
             loop = f"for (int i = tid; i < {m.num_elements}; i += {self.threads})"
             if into:
                 lines.append(f"  {loop} {m.name}[i] = {there}[i];")
@@ -134,12 +196,24 @@ class _Emitter:
         lines: list[str] = []
         for m in self.buffers:
             if m.name in self.owned.private and m.buffer is not None and m.name not in self.forwarded:
-                if m.buffer.partition("/")[0].rpartition(":")[2] in ("output", "infer", "check", "saved", "inputgrad"):
-                    place = 2 * self.buffers.index(m)
-                    to = f"(({m.kind}*)(places[{place}] + step * places[{place + 1}]))"
+                if not is_kind(m.buffer, *WEIGHTS, *SUMMED):
+                    place = self._place(m)
+                    to = f"(({m.kind}*)(at[{place}] + step * at[{place + 1}]))"
                     lines.append(f"    if (block == 0) for (int i = tid; i < {m.num_elements}; i += {self.threads}) "
                                  f"{to}[i] = {m.name}[i];")  # fmt: skip
         return ["    __syncthreads();", *lines] if lines else []
+
+
+def _rounded(num_bytes: int) -> int:
+    return -(-num_bytes // 16) * 16
+
+
+def _by_block(name: str, numbers: list[int]) -> list[str]:
+    """A number of each block: a formula, where there is a simple one, else a table."""
+    steps = {b - a for a, b in itertools.pairwise(numbers)}
+    if len(steps) == 1:
+        return [f"  const int {name} = {numbers[0]} + block * {steps.pop()};"]
+    return [f"  const int {name}s[] = {{{', '.join(map(str, numbers))}}};", f"  const int {name} = {name}s[block];"]
 
 
 def _forwarded(made: Stages) -> set[str]:
@@ -284,8 +358,13 @@ class _Writer:
         self.values = kept
         for acc, kind, start, _ in sums:
             self.line(f"{kind.split(':')[0]} {acc} = {start};")
-        self.line(f"for (int r = lane; r < {self.stage.rnumel}; r += {self.lanes}) {{")
+        turns = -(-self.stage.rnumel // self.lanes)
+        self.line(f"#pragma unroll {min(turns, MOST_UNROLLED)}")
+        self.line(f"for (int turn = 0; turn < {turns}; ++turn) {{")
+        self.line(f"  const int r = turn * {self.lanes} + lane;")
+        self.line(f"  if (r < {self.stage.rnumel}) {{" if self.stage.rnumel % self.lanes else "  {")
         self.out += body
+        self.line("  }")
         self.line("}")
         for acc, kind, _, stores in sums:
             ctype, how = kind.split(":")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ BARRIER = 1.15  # us: blocks of a whole GPU wait for each other; measured on an 
 SYNC = 0.05  # us: threads of a block
 STAGE = 0.25  # us: what a stage takes whatever it computes
 FAR = 0.35  # us: to read what another block has written
-PACE = 0.0016  # us: an element of a thread's share
+PACE = 0.012  # us: an element of a thread's share
 MOST_ENUMERATED = 3_000_000  # elements of an access; with more, it is taken for one of everybody's
 MOST_REPEATED = 20_000  # operations that every block may do for itself
 MOST_STAGES = 150  # of a kernel
@@ -53,6 +53,7 @@ class Owned:
     splits: tuple[Split, ...]
     before: tuple[str, ...]  # of each stage: "", "block" (its threads wait), "grid" (all blocks wait)
     private: frozenset[str]  # memories of which every block has its own
+    homes: dict[str, tuple[tuple[int, int], ...]]  # memory of which each block alone touches a part: by block, from where to where
     far: frozenset[tuple[int, str]]  # (stage, memory): read from where other blocks write
     estimate: float  # us a step
 
@@ -61,8 +62,12 @@ class Owned:
         return self.before.count("grid")
 
 
-def owned(made: Stages, blocks: int, threads: int) -> Owned:
-    return _Planner(made, blocks, threads).best()
+def owned(made: Stages, blocks: int, threads: int, room: int = MOST_PRIVATE) -> Owned:
+    """`room`: bytes of shared memory in which a block may keep what it alone touches."""
+    planner = _Planner(made, blocks, threads)
+    plan = planner.best()
+    taken = bytes_of([made.memories[m] for m in plan.private])
+    return planner.at_home(plan, room - taken)
 
 
 @dataclass
@@ -146,7 +151,45 @@ class _Planner:
             for i, (stage, split) in enumerate(zip(self.stages, splits, strict=True))
         )
         cost += before.count("grid") * BARRIER + before.count("block") * SYNC
-        return Owned(self.blocks, order, splits, before, private, far, round(cost, 3))
+        return Owned(self.blocks, order, splits, before, private, {}, far, round(cost, 3))
+
+    def at_home(self, plan: Owned, room: int) -> Owned:
+        """The plan, with memories in the blocks that alone touch them, as far as there is room (bytes a block): large ones first."""
+        homes: dict[str, tuple[tuple[int, int], ...]] = {}
+        if self.blocks == 1:
+            return plan
+        for memory in sorted(self.written & self.read - plan.private, key=lambda m: -self.made.memories[m].num_bytes):
+            parts = self._parts(memory, plan.splits)
+            size = self.made.memories[memory].size
+            most = max((end - begin for begin, end in parts), default=0) * size if parts else 0
+            if parts and -(-most // 16) * 16 <= room:
+                homes[memory] = parts
+                room -= -(-most // 16) * 16
+        return replace(plan, homes=homes)
+
+    def _parts(self, memory: str, splits: tuple[Split, ...]) -> tuple[tuple[int, int], ...] | None:
+        """By block, the elements that it alone touches; None where blocks share some, or where they do not lie together."""
+        owner = np.full(self.made.memories[memory].num_elements, -1, np.int16)
+        for i, split in enumerate(splits):
+            for write in (False, True):
+                touch = self._touch(i, split).get((memory, write))
+                if touch is None:
+                    continue
+                if touch.first is None or touch.last is None:
+                    return None
+                there = touch.last >= 0
+                if (touch.first[there] != touch.last[there]).any():
+                    return None
+                if ((owner[there] >= 0) & (owner[there] != touch.first[there])).any():
+                    return None
+                owner[there] = touch.first[there]
+        parts = []
+        for block in range(self.blocks):
+            mine = np.flatnonzero(owner == block)
+            if len(mine) and mine[-1] - mine[0] + 1 != len(mine):
+                return None
+            parts.append((int(mine[0]), int(mine[-1]) + 1) if len(mine) else (0, 0))
+        return tuple(parts)
 
     def _settled(self, splits: tuple[Split, ...]) -> tuple[tuple[Split, ...], frozenset[str]]:
         """A memory is every block's own if all that write it are repeated. A repeated stage whose results cannot be is divided."""

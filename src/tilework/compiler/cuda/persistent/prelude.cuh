@@ -21,6 +21,15 @@ __device__ static void tw_grid_barrier_(unsigned int* counter, unsigned int epoc
 template <typename T> __device__ static T tw_far(const T* p) { return __ldcg(p); }
 template <> __device__ bool tw_far<bool>(const bool* p) { return __ldcg((const unsigned char*)p) != 0; }
 
+// Bytes on their way into the block's memory, without a thread that waits for them. All of a thread's are there after tw_fetched().
+__device__ static void tw_fetch(unsigned char* to, const unsigned char* from, int bytes, int thread, int threads) {
+  const unsigned int place = (unsigned int)__cvta_generic_to_shared(to);
+  for (int i = thread * 4; i < bytes; i += threads * 4)
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(place + i), "l"(from + i) : "memory");
+}
+__device__ static void tw_fetch_sent() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ static void tw_fetched() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
+
 template <typename T> __device__ static T tw_swap(T x, int other) { return __shfl_xor_sync(0xffffffffu, x, other); }
 template <> __device__ bool tw_swap<bool>(bool x, int other) { return __shfl_xor_sync(0xffffffffu, (int)x, other) != 0; }
 #endif

@@ -207,7 +207,7 @@ class _Reader:
                 raise NotSmall(f"no buffer {name}")
             if isinstance(layout, NonOwningLayout):
                 base, offset = self.memory(layout.view.get_name())
-                return base, offset + int(layout.offset)
+                return base, offset + int(layout.view.get_layout().offset)
             buffer, dtype = None, found.get_dtype()
             sizes = [(int(n), int(s)) for n, s in zip(layout.size, layout.stride, strict=True)]
             extent = 1 + sum((n - 1) * s for n, s in sizes) + int(layout.offset)
