@@ -27,10 +27,20 @@ class HostReducer:
     def reduce(self, buckets: Sequence[Tensor]) -> None:
         for bucket in buckets:
             flat = torch.view_as_real(bucket).view(-1) if bucket.is_complex() else bucket
+            if not flat.is_cpu:  # ranks meet on the host
+                self._through_the_host(flat)
+                continue
             self.group.all_reduce(flat, self.algorithm_for(flat))
             if self.mean and flat.is_floating_point():
                 flat.mul_(1.0 / self.group.size)
         self.group.steps += 1
+
+    def _through_the_host(self, there: Tensor) -> None:
+        host = there.cpu()
+        self.group.all_reduce(host, self.algorithm_for(host))
+        if self.mean and host.is_floating_point():
+            host.mul_(1.0 / self.group.size)
+        there.copy_(host)
 
     def algorithm_for(self, flat: Tensor) -> Algorithm:
         if self.asked != "auto":

@@ -7,6 +7,7 @@ second one on it is a CUDA graph. What differs from step to step lies in a table
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ PART = 256 << 20  # bytes of the caller's slices that are on the GPU at a time, 
 UNROLLED = 16  # steps in a graph, where a call has as many
 MOST_LAUNCHES = 4000  # in a graph
 _THREADS, _BLOCKS = 256, 64
+_ONE = threading.RLock()  # a call at a time: torch's settings, and the capture of graphs, are the whole process's
 _HOW = {"each": 0, "all": 0, "once": 1, "again": 2, "last": 3, "sum": 4}
 _STEP, _ZERO = 5, 6
 _TYPES = {torch.float32: 0, torch.float64: 1, torch.int64: 2, torch.bfloat16: 3, torch.float16: 4}
@@ -88,6 +90,10 @@ class Bound:
         self._staged: list[dict[int, Tensor]] = [{}, {}]
 
     def run(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], scheduled: Sequence[Tensor] = ()) -> None:
+        with _ONE:
+            self._locked(inputs, outputs, scheduled)
+
+    def _locked(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], scheduled: Sequence[Tensor]) -> None:
         device = self.device
         device.stream.wait_stream(torch.cuda.current_stream(device.torch_device))  # what was written to the session's buffers
         with torch.no_grad(), torch.cuda.device(device.torch_device), torch.cuda.stream(device.stream), device.settings():

@@ -15,6 +15,9 @@ from ...errors import UserError
 from ...gpu import Kernel, Module
 
 
+_DTYPES = {**DTYPES, "uint64": torch.uint64}  # random state of fused attention
+
+
 def read_plan(text: bytes, path: Any) -> dict[str, Any]:
     try:
         plan = json.loads(text)
@@ -77,7 +80,7 @@ class Plan:
     # ---- tensors ----
 
     def _address(self, view: Mapping[str, Any]) -> int:
-        size = DTYPES[view["dtype"]].itemsize
+        size = _DTYPES[view["dtype"]].itemsize
         if "temporary" in view:
             base = self.temporary.data_ptr() + view["temporary"]
         else:
@@ -90,12 +93,14 @@ class Plan:
         return self.buffers[view["buffer"]] if "buffer" in view else self.results[str(view["result"])]
 
     def _tensor(self, view: Mapping[str, Any]) -> Tensor:
-        dtype, shape, stride, offset = DTYPES[view["dtype"]], view["shape"], view["stride"], view["offset"]
+        dtype, shape, stride, offset = _DTYPES[view["dtype"]], view["shape"], view["stride"], view["offset"]
         if "temporary" in view:
             found = self.temporary[view["temporary"] :]
             found = found[: len(found) // dtype.itemsize * dtype.itemsize].view(dtype)
             return found.as_strided(shape, stride, found.storage_offset() + offset)
         owner = self._owner(view)
+        if owner.dtype == torch.uint64:
+            return owner
         begin = owner.storage_offset() if "buffer" in view else 0
         return owner.as_strided(shape, stride, begin + offset)
 
@@ -108,7 +113,7 @@ class Plan:
         if kind == "tensor":
             return self._tensor(inner)
         if kind == "dtype":
-            return DTYPES[inner]
+            return _DTYPES[inner]
         if kind == "device":
             return self.temporary.device
         if kind == "memory_format":

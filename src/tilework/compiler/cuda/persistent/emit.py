@@ -26,6 +26,7 @@ from .stages import _DTYPES, Access, Loop, Memory, Stage, Stages, as_cpp, coordi
 
 MOST_FETCHED = 8 << 10  # bytes of an input that every block fetches ahead
 MOST_UNROLLED = 32
+MOST_AT_A_TIME = 8
 PRELUDE = Path(__file__).parent / "prelude.cuh"
 
 
@@ -282,6 +283,7 @@ class _Writer:
         self.values: dict[tuple[str, Any], str] = {}  # what was just computed: (memory, flat index) -> variable
         self.changed: set[str] = set()  # memories that the stage has written so far
         self.own: set[tuple[str, Any]] = set()  # elements that a thread reads again itself
+        self.late: list[tuple[str, str, str, tuple[str, str]]] | None = None  # stores that wait: type, value, index, (memory, when)
         self.indent = "      "
 
     def line(self, text: str) -> None:
@@ -306,6 +308,9 @@ class _Writer:
             place = (f"const int x = ((n / ({s} * width)) * {n} + first + (n / {s}) % width) * {s} + n % {s};"
                      if (s, outer) != (1, 1) else "const int x = first + n;")  # fmt: skip
         self.line(f"const int lane = tid % {lanes_};")
+        several = self._at_a_time()
+        if several > 1:
+            return self._several(several, place)
         if lanes_ == 1:
             self.line(f"for (int n = tid; n < mine; n += {groups}) {{")
             self.line("  const bool active = true;")
@@ -324,6 +329,42 @@ class _Writer:
                     self._variables(loop, "x")
                     self._body(loop, summed=False)
         self.indent = self.indent[:-2]
+        self.line("}")
+        return self.out
+
+    def _at_a_time(self) -> int:
+        """Elements that a thread computes before it stores them: what it must read for them is then on its way at once."""
+        if self.lanes != 1 or self.stage.rnumel != 1:
+            return 1
+        mine = self.stage.numel if self.split.repeated else -(-self.stage.numel // min(self.e.owned.blocks, self.split.size))
+        return min(MOST_AT_A_TIME, -(-mine // self.e.threads))
+
+    def _several(self, count: int, place: str) -> list[str]:
+        threads = self.e.threads
+        self.late = []
+        head, self.out, self.indent = self.out, [], "          "
+        for _, loops in self.stage.segments:
+            for loop in loops:
+                self._variables(loop, "x")
+                self._body(loop, summed=False)
+        body, self.out, self.indent = self.out, head, "      "
+        for k, (kind, _, _, _) in enumerate(self.late):
+            self.line(f"{kind} s{k}[{count}]; int i{k}[{count}];")
+        self.line(f"for (int from = tid; from < mine; from += {threads * count}) {{")
+        self.line("#pragma unroll")
+        self.line(f"  for (int u = 0; u < {count}; ++u) {{")
+        self.line(f"    const int n = from + u * {threads} < mine ? from + u * {threads} : from;")
+        self.line(f"    {place}")
+        self.out += body
+        for k, (_, value, index, _) in enumerate(self.late):
+            self.line(f"    s{k}[u] = {value}; i{k}[u] = {index};")
+        self.line("  }")
+        self.line("#pragma unroll")
+        self.line(f"  for (int u = 0; u < {count}; ++u) {{")
+        self.line(f"    const bool active = from + u * {threads} < mine;")
+        for k, (_, _, _, target) in enumerate(self.late):
+            self.line(f"    if ({target[1]}) {target[0]}[i{k}[u]] = s{k}[u];")
+        self.line("  }")
         self.line("}")
         return self.out
 
@@ -429,10 +470,12 @@ class _Writer:
             return
         once = not _over_all(loop, self.stage)
         guard = "active && lane == 0" if once and self.lanes > 1 else "active"
-        if not self.split.repeated or memory in self.e.owned.private:
-            self.line(f"if ({guard}) {m.name}[{self.text(index)}] = {kept};")
+        if self.split.repeated and memory not in self.e.owned.private:
+            guard += " && block == 0"
+        if self.late is not None:
+            self.late.append((m.kind, kept, self.text(index), (m.name, guard)))
         else:
-            self.line(f"if ({guard} && block == 0) {m.name}[{self.text(index)}] = {kept};")
+            self.line(f"if ({guard}) {m.name}[{self.text(index)}] = {kept};")
 
 
 _BINARY = {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==",

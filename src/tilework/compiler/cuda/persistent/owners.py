@@ -88,6 +88,7 @@ class _Planner:
         self._elements: dict[tuple[int, int], Any] = {}
         self._touches: dict[tuple[int, Split], dict[tuple[str, bool], _Touch]] = {}
         self._clashes: dict[tuple[Any, ...], bool] = {}
+        self._plans: dict[tuple[Split, ...], Owned] = {}
 
     def best(self) -> Owned:
         if len(self.stages) > MOST_STAGES:
@@ -95,21 +96,20 @@ class _Planner:
         if self.blocks == 1:
             return self._planned(tuple(REPEATED for _ in self.stages))
         small = [self._may_repeat(s) for s in self.stages]
-        starts = [
-            tuple(self._plain(s) for s in self.stages),
-            tuple(REPEATED if ok else self._plain(s) for s, ok in zip(self.stages, small, strict=True)),
-        ]
-        found = [self._improved(start) for start in starts]
+        divided = tuple(self._plain(s) for s in self.stages)
+        repeated = tuple(REPEATED if ok else self._plain(s) for s, ok in zip(self.stages, small, strict=True))
+        along = range(len(self.stages))
+        found = [self._improved(divided, along), self._improved(repeated, along), self._improved(repeated, along[::-1])]
         return min(found, key=lambda plan: plan.estimate)
 
-    def _improved(self, splits: tuple[Split, ...]) -> Owned:
+    def _improved(self, splits: tuple[Split, ...], along: range) -> Owned:
         """One stage after the other gets the split that is best with the others as they are; two rounds."""
         plan = self._planned(splits)
         trials = 0
         for _ in range(2):
             before = plan.estimate
-            for i, stage in enumerate(self.stages):
-                for split in self._ways(stage):
+            for i in along:
+                for split in self._ways(self.stages[i]):
                     if split == plan.splits[i] or trials * len(self.stages) > MOST_TRIALS * 20:
                         continue
                     trials += 1
@@ -143,6 +143,11 @@ class _Planner:
     # ---- a plan for given splits ----
 
     def _planned(self, splits: tuple[Split, ...]) -> Owned:
+        if splits not in self._plans:
+            self._plans[splits] = self._plan(splits)
+        return self._plans[splits]
+
+    def _plan(self, splits: tuple[Split, ...]) -> Owned:
         splits, private = self._settled(splits)
         order = self._ordered(splits, private)
         before, far = self._barriers(order, splits, private)
