@@ -25,7 +25,7 @@ from .owners import MOST_ENUMERATED, Owned, Split, lanes
 from .stages import _DTYPES, Access, Loop, Memory, Stage, Stages, as_cpp, coordinates, elements
 
 MOST_FETCHED = 8 << 10  # bytes of an input that every block fetches ahead
-MOST_UNROLLED = 32
+MOST_UNROLLED = 8
 MOST_AT_A_TIME = 8
 PRELUDE = Path(__file__).parent / "prelude.cuh"
 
@@ -318,6 +318,8 @@ class _Writer:
         else:  # all threads take part, so that they can add up together
             self.line(f"for (int from = 0; from < mine; from += {groups}) {{")
             self.line(f"  const bool active = from + tid / {lanes_} < mine;")
+            if lanes_ <= 32:  # warps that have nothing to do leave the others the multiprocessor
+                self.line(f"  if (from + tid / 32 * {32 // lanes_} >= mine) continue;")
             self.line(f"  const int n = active ? from + tid / {lanes_} : from;")
             self.line(f"  {place}")
         self.indent += "  "
@@ -403,7 +405,8 @@ class _Writer:
         self.line(f"#pragma unroll {min(turns, MOST_UNROLLED)}")
         self.line(f"for (int turn = 0; turn < {turns}; ++turn) {{")
         self.line(f"  const int r = turn * {self.lanes} + lane;")
-        self.line(f"  if (r < {self.stage.rnumel}) {{" if self.stage.rnumel % self.lanes else "  {")
+        conditions = [f"r < {self.stage.rnumel}"] * (self.stage.rnumel % self.lanes != 0) + ["active"] * (self.lanes > 32)
+        self.line(f"  if ({' && '.join(conditions)}) {{" if conditions else "  {")
         self.out += body
         self.line("  }")
         self.line("}")
