@@ -373,7 +373,7 @@ def lanes(stage: Stage, split: Split, blocks: int, threads: int) -> int:
         return 1
     mine = stage.numel if split.repeated else math.ceil(stage.numel / min(blocks, split.size))
     found = 1
-    while found * 2 <= threads and found * mine < threads and found < stage.rnumel:
+    while found * 2 * mine <= threads and found < stage.rnumel:
         found *= 2
     return found
 
