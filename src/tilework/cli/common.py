@@ -112,11 +112,13 @@ def load_step(reference: str, arguments: list[str]) -> Step:
     from ..step import as_step
 
     function = find_function(reference)
-    known = inspect.signature(function).parameters
+    parameters = inspect.signature(function).parameters
+    known = [k for k, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    takes_any = any(p.kind == p.VAR_KEYWORD for p in parameters.values())  # **kwargs: the function itself knows which
     given = {}
     for argument in arguments:
         name, eq, text = argument.partition("=")
-        if not eq or name not in known:
+        if not eq or (name not in known and not takes_any):
             raise UserError("build-argument", f"--set {argument}", expected=f"name=value; {did_you_mean(name, known)}")
         try:
             given[name] = json.loads(text)
