@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,16 @@ from torch import Tensor
 
 from ..artifact.writer import NOTES, write_whole
 from ..errors import UserError
+
+
+@dataclass(frozen=True)
+class State:
+    """Everything that training changes, at one moment."""
+
+    tensors: dict[str, Tensor]  # param/..., buffer/..., state/...
+    num_steps: int
+    random: tuple[int, int, int]  # as Session.seed takes it
+    hyper: dict[str, float]
 
 
 def write(path: str | Path, tensors: Mapping[str, Tensor], notes: Mapping[str, Any]) -> None:
