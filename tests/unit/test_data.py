@@ -156,6 +156,8 @@ def test_tokens(tmp_path: Path) -> None:
     assert len(found) == 4
     x, y = found.rows(np.array([3]))
     assert x.tolist() == [[115, 116, 117, 118, 119]] and y.tolist() == [[116, 117, 118, 119, 120]]
+    x, y = formats.tokens(str(tmp_path / "t.bin"), 5, same=True).rows(np.array([3]))
+    assert torch.equal(x, y) and x[0, 0] == 115
 
 
 def test_csv(tmp_path: Path) -> None:

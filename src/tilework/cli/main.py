@@ -29,6 +29,7 @@ VERBS = {
     "test": "Compare an artifact with your model in eager PyTorch.",
     "measure": "Time an artifact: the step, its sections, inference.",
     "launch": "Run several ranks of a command on this machine.",
+    "export": "Write trained weights under the model's own names.",
     "estimate": "Predict how fast many replicas train.",
     "inspect": "Show what an artifact contains, without running it.",
     "cache": "Show, trim or clear the compile cache.",

@@ -54,8 +54,9 @@ def npy(paths: Sequence[str]) -> Arrays:
     return Arrays(arrays, paths)
 
 
-def tokens(path: str, length: int, dtype: str = "uint16") -> Each:
-    """A file of nothing but token numbers, or a NumPy file: record n is the n-th sequence of `length`, and the same one later."""
+def tokens(path: str, length: int, *, same: bool = False, dtype: str = "uint16") -> Each:
+    """A file of nothing but token numbers, or a NumPy file: record n is the n-th sequence of `length`, and the same one token
+    later. `same`: and the same one again, for models that shift it themselves."""
     if existing(path).suffix == ".npy":
         whole: np.ndarray = npy([path]).arrays[0]  # type: ignore[assignment]
     else:
@@ -64,7 +65,7 @@ def tokens(path: str, length: int, dtype: str = "uint16") -> Each:
 
     def read(number: int) -> Record:
         part = as_tensor(whole[number * length : (number + 1) * length + 1]).to(torch.int64)
-        return part[:-1], part[1:]
+        return part[:-1], part[:-1] if same else part[1:]
 
     return Each(max(0, (len(whole) - 1) // length), read, lambda n: f"{path}, tokens {n * length} and on")
 

@@ -25,7 +25,7 @@ FORMS = {
     "hdf5": "hdf5:FILE:NAME,NAME",
     "csv": "csv:FILE:TARGET,TARGET",
     "images": "images:FOLDER:SIZE",
-    "tokens": "tokens:FILE:LENGTH",
+    "tokens": "tokens:FILE:LENGTH, or tokens:FILE:LENGTH:same",
 }
 
 
@@ -83,6 +83,12 @@ def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype)
 
 
+def _same(parts: list[str]) -> bool:
+    if parts not in ([], ["same"]):
+        raise ValueError(parts)
+    return bool(parts)
+
+
 def _digits(parts: list[str]) -> Source:
     from ..zoo import digits
 
@@ -108,5 +114,5 @@ _MAKE: dict[str, Callable[[list[str]], Source]] = {
     "hdf5": lambda p: formats.Hdf5(p[0], p[1].split(",")),
     "csv": lambda p: formats.csv(p[0], p[1].split(",")),
     "images": lambda p: formats.pictures(str(Path(p[0])), int(p[1])),
-    "tokens": lambda p: formats.tokens(p[0], int(p[1])),
+    "tokens": lambda p: formats.tokens(p[0], int(p[1]), same=_same(p[2:])),
 }

@@ -33,6 +33,12 @@ def write(path: str | Path, tensors: Mapping[str, Tensor], notes: Mapping[str, A
     write_whole(Path(path), lambda f: f.write(data))
 
 
+def write_public(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Tensors by their names in the model, as other programs write and read them. Tied ones are there under each name."""
+    data = safetensors.torch.save({k: t.clone().contiguous() for k, t in tensors.items()}, metadata={"format": "pt"})
+    write_whole(path, lambda f: f.write(data))
+
+
 def require_digest(path: Path, sha256: str | None, artifact: Path) -> None:
     """UserError where the weights beside an artifact are not those that were compiled: nobody has asked for others.
     Artifacts from before format 1.1 do not know."""
