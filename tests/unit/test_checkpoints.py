@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -295,6 +298,35 @@ def test_the_last_checkpoint_cannot_be_written(path: Path, tmp_path: Path, monke
     with pytest.raises(OSError, match="No space left"):
         train(path, tmp_path / "r", 10)
     assert "not written" in (tmp_path / "r" / "log.txt").read_text()
+
+
+def test_one_process_trains_in_a_folder(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "r")
+    folder.begin({}, resume=False)
+    code = (
+        "import sys; from tilework.runs.folder import RunFolder; f = RunFolder(sys.argv[1]); print(f.trainer());"
+        "f.begin({}, resume=True)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "r")], capture_output=True, text=True)
+    assert done.stdout.split() == [str(os.getpid())] and f"found:    process {os.getpid()}" in done.stderr
+    folder.unlock()
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "r")], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.split() == ["None"]
+
+
+def test_threads_stay_where_the_library_rounds_by_them(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilework.cli.in_folder import keep_threads
+
+    monkeypatch.setenv("TILEWORK_ADAPT", "x")
+    monkeypatch.delenv("TILEWORK_ADAPT")
+    keep_threads(path, False)
+    assert "TILEWORK_ADAPT" not in os.environ
+    model = nn.Conv2d(3, 4, 3)
+    step = tilework.Step(model=model, loss=lambda out: out.mean(), optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+                         inputs=(torch.randn(2, 3, 8, 8),))  # fmt: skip
+    tilework.compile(step, tmp_path / "c.pef", options=tilework.Options(device="reference"))
+    keep_threads(tmp_path / "c.pef", False)
+    assert os.environ["TILEWORK_ADAPT"] == "0"
 
 
 def test_half_a_line_of_metrics(tmp_path: Path) -> None:

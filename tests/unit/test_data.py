@@ -41,6 +41,12 @@ def test_an_epoch_goes_on_anywhere(workers: int, size: int) -> None:
         assert batches(feed, Position(1, at), size) == whole[at:]
 
 
+def test_rows_of_every_type() -> None:
+    for dtype in (torch.bfloat16, torch.float16, torch.bool, torch.uint8, torch.complex64):
+        tensor = torch.arange(6).reshape(3, 2).to(dtype)
+        assert torch.equal(Arrays([tensor]).rows(np.array([2, 0]))[0], tensor[[2, 0]])
+
+
 def test_ranks_share_the_batches() -> None:
     alone = batches(Feed(source(), 4, seed=3), Position())
     ranks = [batches(Feed(source(), 4, seed=3, rank=r, ranks=2), Position()) for r in range(2)]

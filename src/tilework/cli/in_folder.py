@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from pathlib import Path
@@ -14,6 +15,20 @@ from .common import err, find_function, out, print_json, user_code
 if TYPE_CHECKING:
     from ..data.feed import Feed
     from ..runtime.session import Session
+
+
+LIBRARY = ("convolution", "attention", "fft", "linalg")  # calls of torch's library whose sums depend on the number of threads
+
+
+def keep_threads(artifact: Path, trust: bool) -> None:
+    """A run can be continued exactly if sums are rounded the same way however busy the machine is. Our own loops and products see
+    to that. For programs with calls of torch's library, the number of threads has to stay (TILEWORK_ADAPT)."""
+    from ..artifact.reader import read_artifact
+
+    found = read_artifact(artifact, trust=trust)
+    called = any(p.called for p in found.manifest.programs.values())
+    if called or any(word in n.op for g in found.graphs.values() for n in g.nodes for word in LIBRARY):
+        os.environ.setdefault("TILEWORK_ADAPT", "0")
 
 
 def train(
@@ -32,6 +47,7 @@ def train(
     workers: int,
     bad_records: str,
     in_memory: bool,
+    log_dir: Path | None,
     json: bool,
 ) -> None:
     from ..runs.training import Training
@@ -45,7 +61,7 @@ def train(
     whole = epochs * feed.num_batches
     steps = whole if steps is None else min(steps, whole)
     training = Training(session, feed, folder, steps=steps, save_every=save_every, keep=keep, resume=resume,
-                        hyper=hyper, asked={"command": sys.argv, "epochs": epochs, "source": data}, report=say,
+                        hyper=hyper, log_dir=log_dir, asked={"command": sys.argv, "epochs": epochs, "source": data}, report=say,
                         progress=_Progress(steps))  # fmt: skip
     done = training.run()
     if not training.first:

@@ -29,6 +29,8 @@ VERBS = {
     "test": "Compare an artifact with your model in eager PyTorch.",
     "measure": "Time an artifact: the step, its sections, inference.",
     "launch": "Run several ranks of a command on this machine.",
+    "runs": "List the runs below a folder.",
+    "report": "Compare runs on one HTML page with their curves.",
     "export": "Write trained weights under the model's own names.",
     "estimate": "Predict how fast many replicas train.",
     "inspect": "Show what an artifact contains, without running it.",

@@ -6,7 +6,6 @@ import inspect
 import itertools
 import json as json_lib
 import math
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from enum import StrEnum
@@ -73,6 +72,7 @@ def command(
     shuffle: Annotated[bool, typer.Option("--shuffle/--no-shuffle", help="With --run-dir: a new order in each epoch.")] = True,
     data_in_memory: Annotated[bool, typer.Option("--data-in-memory", help="With --run-dir: read all data once.")] = False,
     bad_records: Annotated[Bad, typer.Option(help="With --run-dir: what to do with records that cannot be read.")] = Bad.stop,
+    log_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="With --run-dir: what TensorBoard shows.")] = None,
     log: Annotated[Path | None, typer.Option(metavar="FILE", help="Write step and loss as JSON lines.")] = None,
     trust: Annotated[bool, typer.Option("--trust", help="Accept a file that other users could have changed.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
@@ -81,8 +81,10 @@ def command(
     from ..parallel import launched, start
     from ..runtime.session import load
 
-    if run_dir is not None:  # sums are rounded the same way however busy the machine is: a run can be continued exactly
-        os.environ.setdefault("TILEWORK_ADAPT", "0")
+    if run_dir is not None:
+        from .in_folder import keep_threads
+
+        keep_threads(artifact, trust)
     group = start() if launched().size > 1 else None
     session = load(artifact, device=device, weights=weights, num_threads=threads, seed=seed, nan_error=nan_error, trust=trust,
                    tiles=tiles, group=group, reduce=reduce.value, algorithm=algorithm.value,
@@ -102,7 +104,7 @@ def command(
             data = f"digits:{data_path}"
         train(session, run_dir, data=data, epochs=epochs, steps=steps, save_every=save_every, keep=keep, resume=resume,
               hyper=values, seed=seed, shuffle=shuffle, workers=num_workers, bad_records=bad_records.value,
-              in_memory=data_in_memory, json=json)  # fmt: skip
+              in_memory=data_in_memory, log_dir=log_dir, json=json)  # fmt: skip
         return
     batches = _batches(data, data_path, session, seed)
     if group is not None:

@@ -53,11 +53,17 @@ class Arrays:
         return len(self.arrays[0])
 
     def rows(self, numbers: np.ndarray) -> Record:
-        picked = torch.from_numpy(numbers)
-        return tuple(a[picked] if isinstance(a, Tensor) else as_tensor(a[numbers]) for a in self.arrays)
+        return tuple(_picked(a, numbers) if isinstance(a, Tensor) else as_tensor(a[numbers]) for a in self.arrays)
 
     def place(self, number: int) -> str:
         return f"row {number} of {self.names[0]}"
+
+
+def _picked(tensor: Tensor, numbers: np.ndarray) -> Tensor:
+    """By NumPy: torch would use threads of its own, which then wait for more, and take the cores from the step for a while."""
+    if tensor.dtype == torch.bfloat16:  # which NumPy does not know
+        return torch.from_numpy(np.take(tensor.view(torch.int16).numpy(), numbers, axis=0)).view(torch.bfloat16)
+    return torch.from_numpy(np.take(tensor.numpy(), numbers, axis=0))
 
 
 class Each:

@@ -4,6 +4,7 @@ run.json          what was asked, the artifact and its hash, the machine; and ho
 metrics.jsonl     a line for each step: step, epoch, loss, samples per second, seconds since the start
 log.txt           what was said
 checkpoints/      checkpoints.py
+.lock             locked by the process that trains here
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -21,8 +21,9 @@ import torch
 
 from ..artifact.writer import write_whole
 from ..errors import UserError
+from ..tiles import alive
 
-NOTE, METRICS, LOG, CHECKPOINTS = "run.json", "metrics.jsonl", "log.txt", "checkpoints"
+NOTE, METRICS, LOG, LOCK, CHECKPOINTS = "run.json", "metrics.jsonl", "log.txt", ".lock", "checkpoints"
 
 
 class RunFolder:
@@ -41,7 +42,29 @@ class RunFolder:
             raise UserError("run-folder", f"{self.path} has a run already",
                             fix="--resume continues it; or name another folder")  # fmt: skip
         self.path.mkdir(parents=True, exist_ok=True)
+        self._lock()
         self.note(**asked, environment=environment(), started=_now(), state="running", pid=os.getpid())
+
+    def _lock(self) -> None:
+        """For this process, as long as it lives. Two that train in one folder would spoil each other's checkpoints."""
+        self._locked = open(self.path / LOCK, "a")  # noqa: SIM115
+        try:
+            alive.lock(self._locked.fileno())
+        except OSError as e:
+            raise UserError("run-folder", f"another process trains in {self.path}",
+                            found=f"process {self.trainer() or 'unknown'}",
+                            fix="wait until it ends, or name another folder") from e  # fmt: skip
+
+    def unlock(self) -> None:
+        self._locked.close()
+
+    def trainer(self) -> int | None:
+        """The process that trains here, where there is one."""
+        try:
+            with open(self.path / LOCK, "r+") as f:
+                return alive.holder(f.fileno())
+        except OSError:
+            return None
 
     def note(self, **facts: Any) -> None:
         """Add facts to run.json."""
@@ -89,7 +112,6 @@ def environment() -> dict[str, Any]:
         "torch": str(torch.__version__),
         "machine": platform.node(),
         "cores": len(os.sched_getaffinity(0)),
-        "command": " ".join(sys.argv),
         "folder": os.getcwd(),
     }
 

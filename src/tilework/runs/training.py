@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,6 +26,9 @@ from ..errors import UserError
 from ..runtime.session import Session
 from .checkpoints import Checkpoints, Saved, name_of
 from .folder import RunFolder
+
+if TYPE_CHECKING:
+    from .board import Board
 
 CALL_SECONDS = 0.2  # of one call of many steps: long enough to be efficient, short enough to hear a signal
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # the end of a job's time, and a scheduler that takes the machine back
@@ -52,6 +55,7 @@ class Training:
     keep        how many of the newest checkpoints to keep, beside the best
     resume      continue from the newest checkpoint, if there is one
     hyper       hyperparameters to set, also where the checkpoint has others
+    log_dir     a folder for TensorBoard
     """
 
     def __init__(
@@ -65,6 +69,7 @@ class Training:
         keep: int = 3,
         resume: bool = False,
         hyper: Mapping[str, float] | None = None,
+        log_dir: str | Path | None = None,
         asked: dict[str, Any] | None = None,
         report: Report = lambda _: None,
         progress: Callable[[int, int, float, float], None] = lambda *_: None,
@@ -81,6 +86,8 @@ class Training:
             self.folder.begin({"artifact": str(session.artifact.path), "digest": session.artifact.digest, "steps": steps,
                                "data": feed.describe(), "threads": torch.get_num_threads(), **(asked or {})},
                               resume=resume)  # fmt: skip
+        self._log_dir = Path(log_dir) if log_dir is not None and self.first else None
+        self._board: Board | None = None
         if self.group is not None:
             self.group.barrier()
         rank, ranks = (self.group.rank, self.group.size) if self.group is not None else (0, 1)
@@ -99,6 +106,10 @@ class Training:
         self.session.set(self._hyper)
         if self.first:
             self.folder.cut_metrics(self.session.num_steps)
+        if self._log_dir is not None:
+            from .board import Board
+
+            self._board = Board(self._log_dir, self.session.num_steps)
         try:
             with _listening(self):
                 self._train(position)
@@ -110,11 +121,14 @@ class Training:
         return self.done
 
     def _end(self, state: str, begin: float) -> None:
+        if self._board is not None:
+            self._board.close()
         self.done.step, self.done.seconds = self.session.num_steps, time.perf_counter() - begin
         if self.first:
             last = self.done.losses[-1] if self.done.losses else None
             self.folder.note(state=state, step=self.done.step, loss=last, seconds=round(self.done.seconds, 3))
             self.folder.say(f"{state} at step {self.done.step}")
+            self.folder.unlock()
 
     def _train(self, position: Position) -> None:
         """The first call is one step: its time says how many steps make a call."""
@@ -173,6 +187,8 @@ class Training:
         if self.first:
             self.folder.add_metrics({"step": first + i, "epoch": epoch + 1, "loss": loss, "samples_per_second": rate,
                                      "seconds": round(since, 3)} for i, loss in enumerate(losses))  # fmt: skip
+        if self._board is not None:
+            self._board.add(first, losses, rate, self.session.hyper)
         if self.done.first_loss is None:
             self.done.first_loss = losses[0]
         self.done.losses.extend(losses)
