@@ -1,7 +1,8 @@
-"""The U-Net of apps/image, by the scripts and arguments that its users type, at a size for a laptop."""
+"""The apps beside the starters, by the scripts and arguments that their users type, at a size for a laptop."""
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 UNET = ROOT / "apps" / "image" / "unet"
+GPT = ROOT / "apps" / "nlp" / "transformers_on_rdu"
 LINE = re.compile(
     r"inner train loop time : ([\d.e-]+) for (\d+) epochs, number of global steps: (\d+), e2e samples_per_sec: ([\d.]+)"
 )
@@ -114,3 +116,95 @@ def test_the_older_scripts(folder: Path) -> None:
     call(folder, script, "compile", "32", "4", "--size", "tiny", **out)
     assert "test passed" in call(folder, script, "test", "32", "4", "--size", "tiny", **out)
     assert len(lines(call(folder, script, "run", "32", "4", "--size", "tiny", **out))) == 1
+
+
+# ---- GPT ----
+
+FLAGS = [
+    "--module_name",
+    "gpt2_pretrain",
+    "--task_name",
+    "clm",
+    "-b",
+    "4",
+    "--size",
+    "tiny",
+    "--max_seq_length",
+    "16",
+    "--do_train",
+    "--overwrite_output_dir",
+    "--tokenizer_name",
+    "gpt2",
+    "--model_name",
+    "gpt2",
+    "--non_split_head",
+]
+
+
+def facts(text: str) -> list[dict[str, float]]:
+    return [ast.literal_eval(line) for line in text.splitlines() if line.startswith("{'")]
+
+
+@pytest.fixture(scope="module")
+def gpt(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Its folder, and what the first run said."""
+    place = tmp_path_factory.mktemp("gpt")
+    return place, call(place, str(GPT / "Gpt1.5B_single.sh"), "one", "--size", "tiny", STEPS="300")
+
+
+def test_gpt_single(gpt: tuple[Path, str]) -> None:
+    place, text = gpt
+    *steps, last = facts(text)
+    assert [s["step"] for s in steps] == list(range(1, 301)) and last.keys() == {
+        "e2e_train_time", "training_sequences_per_second", "final_loss"
+    }  # fmt: skip
+    assert last["training_sequences_per_second"] == pytest.approx(300 * 4 / last["e2e_train_time"])
+    assert last["final_loss"] == steps[-1]["loss"] < steps[0]["loss"] - 0.5
+    (output,) = place.glob("results/*/*/one/Gpt1.5B.out")
+    assert facts(output.read_text()) == facts(text) and f"Using {output} for output" in text
+    again = call(place, str(GPT / "Gpt1.5B_single.sh"), "one", "--size", "tiny", STEPS="2", MIN_THROUGHPUT="1e9", status=1)
+    assert "gpt15_single.pef is there already" in again and "expected at least 1000000000" in again
+
+
+def test_gpt_on_two_instances(gpt: tuple[Path, str]) -> None:
+    text = call(gpt[0], str(GPT / "Gpt1.5B_compile.sh"), "two", "--size", "tiny", STEPS="5")
+    found = [f for f in facts(text) if "final_loss" in f]
+    assert len(found) == 2
+    assert all(f["training_sequences_per_second"] == pytest.approx(5 * 4 * 2 / f["e2e_train_time"]) for f in found)
+
+
+def test_gpt_from_files_of_tokens(gpt: tuple[Path, str]) -> None:
+    """The next token is the one that follows: sequences that count are learned."""
+    import h5py
+    import torch
+
+    place = gpt[0]
+    pef = str(next(place.glob("scratch/*/GPT_RUN/gpt15_single/*.pef")))
+    counted = (np.arange(16)[None, :] + np.arange(64)[:, None]) % 64
+    (place / "h5").mkdir()
+    with h5py.File(place / "h5" / "train.h5", "w") as f:
+        f["input_ids"] = counted
+    (place / "bin").mkdir()
+    np.tile(np.arange(64, dtype=np.uint16), 20).tofile(place / "bin" / "train.bin")
+    how = ["--learning_rate", "0.01", "--max_steps", "150", "--logging_steps", "10", "--output_dir", "weights"]
+    run = [sys.executable, str(GPT / "transformers_hook.py"), "run", "--pef", pef, *FLAGS, *how]
+    for folder in ("h5", "bin"):
+        found = facts(call(place, *run, "--data_dir", folder))
+        assert found[-1]["final_loss"] < 0.5 and [f["step"] for f in found[:-1]] == list(range(10, 151, 10))
+    weights = torch.load(place / "weights" / "pytorch_model.bin")
+    assert weights["wte.weight"].shape == (64, 32)
+    with h5py.File(place / "h5" / "train.h5", "w") as f:
+        f["input_ids"] = counted[:, :12]
+    assert "has 12 tokens" in call(place, *run, "--data_dir", "h5", status=1)
+    (place / "empty").mkdir()
+    assert "there is no *.h5" in call(place, *run, "--data_dir", "empty", status=1)
+
+
+def test_the_configuration_of_the_full_size() -> None:
+    """1.5 billion parameters, by the name that the scripts give; nothing is built."""
+    import json
+
+    found = json.loads((GPT / "configs" / "gpt2_config_xl_50260.json").read_text())
+    width, layers = found["n_embd"], found["n_layer"]
+    count = (found["vocab_size"] + found["n_positions"]) * width + layers * (12 * width**2 + 13 * width) + 2 * width
+    assert 1.5e9 < count < 1.6e9 and width % found["n_head"] == 0
