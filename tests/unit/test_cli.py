@@ -228,6 +228,8 @@ def test_doctor_and_cache(place: Path, tmp_path: Path) -> None:
         (["compile", "model.py:raises"], "ZeroDivisionError"),
         (["compile", "model.py:nothing"], "must return the training step"),
         (["compile", "model.py:build", "--set", "depth=3"], "width"),
+        (["compile", "tilework.zoo.uno:build", "--set", "towers=3"], "did you mean 'tower'"),
+        (["compile", "tilework.zoo.uno:build", "--set", "size=tinny"], "did you mean 'tiny'"),
         (["compile", "model.py:build", "--device", "tpu"], "reference"),
         (["compile", "model.py:build", "--weights", "cloud"], "separate"),
         (["compile", "model.py:branches"], "if x.sum() > 0:"),

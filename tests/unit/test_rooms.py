@@ -40,11 +40,16 @@ def files(*rooms: str) -> list[Path]:
 
 @pytest.mark.parametrize("path", files(*COMPILE_SIDE), ids=lambda p: str(p.relative_to(SOURCE)))
 def test_compile_side_does_not_import_the_run_side(path: Path) -> None:
-    assert not imports(path) & (RUN_SIDE | {"check", "cli"})
+    assert not imports(path) & (RUN_SIDE | {"check", "cli", "runs", "data"})
 
 
 @pytest.mark.parametrize("path", files("runtime"), ids=lambda p: str(p.relative_to(SOURCE)))
 def test_run_side_does_not_import_the_compile_side(path: Path) -> None:
+    assert not imports(path) & (COMPILE_SIDE | {"check", "cli", "step"})
+
+
+@pytest.mark.parametrize("path", files("runs", "data"), ids=lambda p: str(p.relative_to(SOURCE)))
+def test_runs_and_data_belong_to_the_run_side(path: Path) -> None:
     assert not imports(path) & (COMPILE_SIDE | {"check", "cli", "step"})
 
 

@@ -5,6 +5,7 @@ Torch is imported when a verb does its work, not before: --help and the shell's 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -61,6 +62,13 @@ def find_function(reference: str) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
+def _pretrained(folder: str) -> Callable[..., Any]:
+    """hf:FOLDER, a model of transformers."""
+    from ..zoo.pretrained import build
+
+    return functools.partial(build, folder)
+
+
 def _load_file(path: Path) -> Any:
     if not path.exists():
         raise UserError("reference", f"{path}: there is no such file", found=os.getcwd(), expected="a Python file")
@@ -111,12 +119,14 @@ def load_step(reference: str, arguments: list[str]) -> Step:
     """Calls the user's build function with the --set name=value arguments that it takes."""
     from ..step import as_step
 
-    function = find_function(reference)
-    known = inspect.signature(function).parameters
+    function = _pretrained(reference.partition(":")[2]) if reference.startswith("hf:") else find_function(reference)
+    parameters = inspect.signature(function).parameters
+    known = [k for k, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    takes_any = any(p.kind == p.VAR_KEYWORD for p in parameters.values())  # **kwargs: the function itself knows which
     given = {}
     for argument in arguments:
         name, eq, text = argument.partition("=")
-        if not eq or name not in known:
+        if not eq or (name not in known and not takes_any):
             raise UserError("build-argument", f"--set {argument}", expected=f"name=value; {did_you_mean(name, known)}")
         try:
             given[name] = json.loads(text)

@@ -22,7 +22,7 @@ def _passes(incomplete: str) -> list[str]:
 
 
 def command(
-    build: Annotated[str, typer.Argument(metavar="BUILD", help="FILE.py:function or package.module:function.")],
+    build: Annotated[str, typer.Argument(metavar="BUILD", help="FILE.py:function, package.module:function or hf:FOLDER.")],
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="The artifact to write.")] = None,
     device: Annotated[str, typer.Option(metavar="NAME", autocompletion=devices,
                                         help="Device to compile for: cpu, reference, null, or an installed one.")] = "cpu",
@@ -74,6 +74,8 @@ def command(
         else:
             out.print(str(planned), markup=False)
         return
+    if output is None and build.startswith("hf:"):
+        output = Path("out") / f"{Path(build.removeprefix('hf:')).name}.pef"
     path = output or Path("out") / f"{build.split(':')[0].removesuffix('.py').split('/')[-1].split('.')[-1]}.pef"
     if path.is_dir() or not path.name:
         raise UserError("options", f"--output {path} is a folder", expected="a file name, such as out/model.pef")

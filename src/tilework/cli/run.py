@@ -26,20 +26,28 @@ class Place(StrEnum):
     host = "host"
 
 
+class Bad(StrEnum):
+    stop = "stop"
+    skip = "skip"
+
+
 class How(StrEnum):
     auto = "auto"
     ring = "ring"
     hierarchical = "hierarchical"
 
 
+FORMS = ("synthetic", "idx", "npy", "hdf5", "csv", "images", "tokens")  # of data, beside digits: data/named.py
+
+
 def _data(incomplete: str) -> list[str]:
-    return [name for name in ("digits", "random") if name.startswith(incomplete)]
+    return [name for name in ("digits", "random", *(f"{form}:" for form in FORMS)) if name.startswith(incomplete)]
 
 
 def command(
     artifact: Annotated[Path, typer.Argument(metavar="ARTIFACT", help="The .pef file.")],
     data: Annotated[str, typer.Option(metavar="SOURCE", autocompletion=_data,
-                                      help="digits, random, or FILE.py:function that returns batches.")] = "random",
+                                      help="digits, random, FILE.py:function, or files: docs/runs.md.")] = "random",
     data_path: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder with the full MNIST files, for digits.")] = None,
     epochs: Annotated[int, typer.Option(metavar="N", help="Passes over the data.")] = 1,
     steps: Annotated[int | None, typer.Option(metavar="N", help="Stop after this many steps.")] = None,
@@ -56,6 +64,15 @@ def command(
     algorithm: Annotated[How, typer.Option(help="With several ranks: how the host averages them.")] = How.auto,
     shard: Annotated[bool, typer.Option("--shard", help="Share out the optimizer state among the ranks.")] = False,
     nan_error: Annotated[bool, typer.Option("--nan-error", help="Stop with an error when the loss is not a number.")] = False,
+    run_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder for this run's checkpoints and log.")] = None,
+    save_every: Annotated[int, typer.Option(metavar="N", help="With --run-dir: steps between checkpoints.")] = 1000,
+    keep: Annotated[int, typer.Option(metavar="N", help="With --run-dir: newest checkpoints to keep, beside the best.")] = 3,
+    resume: Annotated[bool, typer.Option("--resume", help="With --run-dir: continue from its newest checkpoint.")] = False,
+    num_workers: Annotated[int, typer.Option(metavar="N", help="With --run-dir: processes that read the data.")] = 0,
+    shuffle: Annotated[bool, typer.Option("--shuffle/--no-shuffle", help="With --run-dir: a new order in each epoch.")] = True,
+    data_in_memory: Annotated[bool, typer.Option("--data-in-memory", help="With --run-dir: read all data once.")] = False,
+    bad_records: Annotated[Bad, typer.Option(help="With --run-dir: what to do with records that cannot be read.")] = Bad.stop,
+    log_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="With --run-dir: what TensorBoard shows.")] = None,
     log: Annotated[Path | None, typer.Option(metavar="FILE", help="Write step and loss as JSON lines.")] = None,
     trust: Annotated[bool, typer.Option("--trust", help="Accept a file that other users could have changed.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
@@ -64,6 +81,10 @@ def command(
     from ..parallel import launched, start
     from ..runtime.session import load
 
+    if run_dir is not None:
+        from .in_folder import keep_threads
+
+        keep_threads(artifact, trust)
     group = start() if launched().size > 1 else None
     session = load(artifact, device=device, weights=weights, num_threads=threads, seed=seed, nan_error=nan_error, trust=trust,
                    tiles=tiles, group=group, reduce=reduce.value, algorithm=algorithm.value,
@@ -76,6 +97,15 @@ def command(
         except ValueError:
             raise UserError("hyper-unknown", f"--hyper {item}", expected="name=number, such as lr=0.01") from None
     session.set(values)
+    if run_dir is not None:
+        from .in_folder import train
+
+        if data == "digits" and data_path:
+            data = f"digits:{data_path}"
+        train(session, run_dir, data=data, epochs=epochs, steps=steps, save_every=save_every, keep=keep, resume=resume,
+              hyper=values, seed=seed, shuffle=shuffle, workers=num_workers, bad_records=bad_records.value,
+              in_memory=data_in_memory, log_dir=log_dir, json=json)  # fmt: skip
+        return
     batches = _batches(data, data_path, session, seed)
     if group is not None:
         batches = _of_rank(batches, group.rank, group.size)
@@ -201,6 +231,12 @@ def _batches(data: str, folder: Path | None, session: Any, seed: int) -> Callabl
                             found=", ".join(f"{a.name} {a.type.type()}" for a in signature.inputs),
                             expected="images of 784 values, and labels")  # fmt: skip
         return lambda epoch: ((a.reshape(rows, *shape[1:]), b) for a, b in digits.batches(x, y, rows, seed + epoch))
+    if data.partition(":")[0] in FORMS:
+        from ..data.feed import Position
+        from .in_folder import feed_of
+
+        feed = feed_of(session, data, seed=seed)
+        return lambda epoch: (chunk.inputs for chunk in feed.chunks(Position(epoch), itertools.repeat(1)))
     function = find_function(data)
     takes = len(inspect.signature(function).parameters)
     return lambda epoch: function(rows) if takes else function()

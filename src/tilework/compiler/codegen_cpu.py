@@ -335,6 +335,10 @@ def _hoisted(kernels: str, body: str) -> str:
 
 
 def _needs_dispatcher(body: str, graph: Graph) -> NoCode:
-    """Operators without a plain C entry, for which Inductor would ask Python at run time."""
+    """Operators without a plain C entry, for which Inductor would ask Python at run time. Where it made such a one out of others
+    (zeros, out of the gradient of a slice), those that have complex results: only they become operators without an entry."""
     names = set(re.findall(r"torch\.ops\.([\w.]+)", body)) & {n.op for n in graph.nodes}
+    if not names:
+        found = [n.op for n in graph.nodes if any(t is not None and "complex" in t.dtype for t in n.types)]
+        names = {op for op in found if op != "getitem" and not op.startswith("tilework.")}
     return NoCode(graph.name, names, "no native entry point")

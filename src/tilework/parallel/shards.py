@@ -45,6 +45,11 @@ class Shards:
         return sum(_size(self._tensors[b]) for r in self.own for b in self.state[r])
 
     @property
+    def elsewhere(self) -> frozenset[str]:
+        """Optimizer state that other ranks keep."""
+        return frozenset(b for r, found in self.state.items() if r not in self.own for b in found)
+
+    @property
     def all_bytes(self) -> int:
         return sum(_size(self._tensors[b]) for found in self.state.values() for b in found)
 

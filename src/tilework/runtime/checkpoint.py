@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,26 @@ from ..artifact.writer import NOTES, write_whole
 from ..errors import UserError
 
 
+@dataclass(frozen=True)
+class State:
+    """Everything that training changes, at one moment."""
+
+    tensors: dict[str, Tensor]  # param/..., buffer/..., state/...
+    num_steps: int
+    random: tuple[int, int, int]  # as Session.seed takes it
+    hyper: dict[str, float]
+
+
 def write(path: str | Path, tensors: Mapping[str, Tensor], notes: Mapping[str, Any]) -> None:
     """Whole or not at all."""
     data = safetensors.torch.save({k: t.contiguous() for k, t in tensors.items()}, metadata={NOTES: json.dumps(notes)})
     write_whole(Path(path), lambda f: f.write(data))
+
+
+def write_public(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Tensors by their names in the model, as other programs write and read them. Tied ones are there under each name."""
+    data = safetensors.torch.save({k: t.clone().contiguous() for k, t in tensors.items()}, metadata={"format": "pt"})
+    write_whole(path, lambda f: f.write(data))
 
 
 def require_digest(path: Path, sha256: str | None, artifact: Path) -> None:

@@ -313,6 +313,18 @@ def _part(room: Tensor, shape: torch.Size, steps: int, num_steps: int, dim: int)
     return room.narrow(dim, 0, steps * shape[dim]) if dim < len(shape) else room[:steps]
 
 
+def ahead(items: Iterable[Chunk], prefetch: int) -> Iterator[Chunk]:
+    """Items of a source that makes each in memory of its own, taken in the background."""
+
+    def produce(next_room: Callable[[], list[Tensor] | None]) -> Iterator[Chunk]:
+        for item in items:
+            if next_room() is None:
+                return
+            yield item
+
+    return _ahead(Producer(list, produce), prefetch)
+
+
 def _ahead(producer: Producer, prefetch: int) -> Iterator[Chunk]:
     """Runs the producer in a thread. A chunk's room goes back to it when the next chunk is asked for."""
     rooms: queue.SimpleQueue[list[Tensor] | None] = queue.SimpleQueue()

@@ -30,6 +30,7 @@ from . import checkpoint, sync, together
 from .advice import advise
 from .arguments import by_name, joined
 from .calls import Calls
+from .checkpoint import State
 from .checks import raise_failed
 from .devices import NotANumber, device_class, rank_base
 from .fitting import require
@@ -476,11 +477,32 @@ class Session:
     def save(self, path: str | Path) -> None:
         """Save everything that training changes as safetensors, atomically. load() continues from there."""
         with self.page.beside(SAVE):  # only the copy keeps others from running: files are slow
-            with self._lock:
-                self._need_state()
-                tensors = self.memory.read_all(*WEIGHTS)
-                notes = {"artifact": self.artifact.digest, "num_steps": self.num_steps, "random": self.random_state()}
-            checkpoint.write(path, tensors, notes)
+            self._need_state()
+            state = self.snapshot()
+            notes = {"artifact": self.artifact.digest, "num_steps": state.num_steps, "random": state.random}
+            checkpoint.write(path, state.tensors, notes)
+
+    def snapshot(self) -> State:
+        """A copy of everything that training changes. restore() continues from there, bit for bit. Optimizer state that another
+        rank keeps is left out."""
+        with self._lock, self.page.during(COPY):
+            shards = self._running.shards
+            elsewhere = shards.elsewhere if shards is not None and self._gathered_at != self.num_steps else frozenset()
+            tensors = {b: self.memory.read(b) for b in self.memory if is_kind(b, *WEIGHTS) and b not in elsewhere}
+            return State(tensors, self.num_steps, self.random_state(), self.hyper)
+
+    def restore(self, state: State) -> None:
+        """Continue from a snapshot of this artifact. Unlike load(), each rank takes what it is given."""
+        with self._lock, self.page.during(COPY):
+            self.memory.check_types(state.tensors, "checkpoint")
+            self.memory.take(state.tensors, self.manifest.transient)
+            if self._running.shards is not None:
+                self._running.shards.release()
+            self._set(state.hyper)
+            self._has_weights = True
+            self._running.forget_forward()
+            self.num_steps = state.num_steps
+            self.seed(*state.random)
 
     def load(self, path: str | Path) -> None:
         """Load weights from a file that save() or compile wrote, or from any safetensors file with the model's names (a Hugging

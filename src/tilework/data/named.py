@@ -1,0 +1,118 @@
+"""Sources by what a user types, as records of the types that a step takes."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import UserError, did_you_mean
+from . import formats
+from .source import Arrays, Record, Source
+
+Wanted = Sequence[tuple[str, torch.dtype, tuple[int, ...]]]  # of each input and target: name, type, shape without the batch
+FORMS = {
+    "digits": "digits, or digits:FOLDER with the MNIST files",
+    "synthetic": "synthetic:MODEL:SIZE:ROWS, such as synthetic:unet:tiny:512",
+    "idx": "idx:FILE,FILE",
+    "npy": "npy:FILE,FILE",
+    "hdf5": "hdf5:FILE:NAME,NAME",
+    "csv": "csv:FILE:TARGET,TARGET",
+    "images": "images:FOLDER:SIZE",
+    "tokens": "tokens:FILE:LENGTH, or tokens:FILE:LENGTH:same",
+}
+
+
+def source_of(text: str, wanted: Wanted, *, in_memory: bool = False) -> Source:
+    """The source that `text` names, checked against what the step takes."""
+    kind, _, rest = text.partition(":")
+    if kind not in FORMS:
+        raise UserError("data-option", f"data {text!r}", expected=did_you_mean(kind, FORMS))
+    parts = rest.split(":") if rest else []
+    try:
+        source = _MAKE[kind](parts)
+    except (IndexError, ValueError) as e:
+        raise UserError("data-option", f"data {text!r}", expected=FORMS[kind]) from e
+    return fitted(source, wanted, text, in_memory=in_memory)
+
+
+def fitted(source: Source, wanted: Wanted, what: str = "the data", *, in_memory: bool = False) -> Source:
+    """The source, with records of the types and shapes that the step takes: pictures of bytes become numbers in [0, 1]."""
+    if not len(source):
+        raise UserError("data-empty", f"{what} has no records", expected="at least a batch")
+    found = Fitted(source, wanted, what)
+    return Arrays(found.rows(np.arange(len(source)))) if in_memory else found
+
+
+class Fitted:
+    def __init__(self, source: Source, wanted: Wanted, what: str) -> None:
+        self.source, self.wanted, self.what = source, wanted, what
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def place(self, number: int) -> str:
+        return self.source.place(number)
+
+    def rows(self, numbers: np.ndarray) -> Record:
+        found = self.source.rows(numbers)
+        shapes = [tuple(t.shape[1:]) for t in found]
+        fits = len(found) == len(self.wanted) and all(_fits(s, w[2]) for s, w in zip(shapes, self.wanted, strict=True))
+        if not fits:
+            raise UserError("data-shape", f"{self.what}: the records are not what this step takes",
+                            found=", ".join(str(list(s)) for s in shapes),
+                            expected=", ".join(f"{n} {list(s)}" for n, _, s in self.wanted))  # fmt: skip
+        return tuple(_as(t, w[1]).reshape(len(numbers), *w[2]) for t, w in zip(found, self.wanted, strict=True))
+
+
+def _fits(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """The same but for dimensions of 1, or the same numbers in one row."""
+    own, theirs = [n for n in shape if n != 1], [n for n in wanted if n != 1]
+    return own == theirs or (math.prod(own) == math.prod(theirs) and min(len(own), len(theirs)) == 1)
+
+
+def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    if tensor.dtype == torch.uint8 and dtype.is_floating_point:
+        return tensor.to(dtype) / 255
+    return tensor.to(dtype)
+
+
+def _same(parts: list[str]) -> bool:
+    if parts not in ([], ["same"]):
+        raise ValueError(parts)
+    return bool(parts)
+
+
+def _digits(parts: list[str]) -> Source:
+    from ..zoo import digits
+
+    return Arrays(digits.load("train", parts[0] if parts else None), ["digits"])
+
+
+def _synthetic(parts: list[str]) -> Source:
+    from ..artifact.structure import flatten
+    from ..zoo.common import MODELS, chosen
+
+    model, size, rows = parts[0], parts[1], int(parts[2])
+    if model not in MODELS:
+        raise UserError("data-option", f"synthetic data of {model!r}", expected=did_you_mean(model, MODELS))
+    zoo: Any = importlib.import_module(f"tilework.zoo.{model}")
+    return Arrays(flatten(zoo.synthetic(chosen(zoo.SIZES, size, {}), rows, seed=1))[0], [f"synthetic {model}"])
+
+
+_MAKE: dict[str, Callable[[list[str]], Source]] = {
+    "digits": _digits,
+    "synthetic": _synthetic,
+    "idx": lambda p: formats.idx(p[0].split(",")),
+    "npy": lambda p: formats.npy(p[0].split(",")),
+    "hdf5": lambda p: formats.Hdf5(p[0], p[1].split(",")),
+    "csv": lambda p: formats.csv(p[0], p[1].split(",")),
+    "images": lambda p: formats.pictures(str(Path(p[0])), int(p[1])),
+    "tokens": lambda p: formats.tokens(p[0], int(p[1]), same=_same(p[2:])),
+}

@@ -1,0 +1,1 @@
+"""Training runs: a folder that explains itself, checkpoints, exact resume, metrics, reports."""

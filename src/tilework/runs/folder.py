@@ -1,0 +1,120 @@
+"""The folder of a run: everything about it, for whoever finds it later.
+
+run.json          what was asked, the artifact and its hash, the machine; and how it ended
+metrics.jsonl     a line for each step: step, epoch, loss, samples per second, seconds since the start
+log.txt           what was said
+checkpoints/      checkpoints.py
+.lock             locked by the process that trains here
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..artifact.writer import write_whole
+from ..errors import UserError
+from ..tiles import alive
+
+NOTE, METRICS, LOG, LOCK, CHECKPOINTS = "run.json", "metrics.jsonl", "log.txt", ".lock", "checkpoints"
+
+
+class RunFolder:
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / CHECKPOINTS
+
+    def begin(self, asked: Mapping[str, Any], *, resume: bool) -> None:
+        """Make the folder. UserError where it has a run already that is not to be continued."""
+        if self.path.exists() and not self.path.is_dir():
+            raise UserError("run-folder", f"{self.path} is not a folder", fix="name a folder for the run")
+        if not resume and (self.path / NOTE).exists():
+            raise UserError("run-folder", f"{self.path} has a run already",
+                            fix="--resume continues it; or name another folder")  # fmt: skip
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock()
+        self.note(**asked, environment=environment(), started=_now(), state="running", pid=os.getpid())
+
+    def _lock(self) -> None:
+        """For this process, as long as it lives. Two that train in one folder would spoil each other's checkpoints."""
+        self._locked = open(self.path / LOCK, "a")  # noqa: SIM115
+        try:
+            alive.lock(self._locked.fileno())
+        except OSError as e:
+            raise UserError("run-folder", f"another process trains in {self.path}",
+                            found=f"process {self.trainer() or 'unknown'}",
+                            fix="wait until it ends, or name another folder") from e  # fmt: skip
+
+    def unlock(self) -> None:
+        self._locked.close()
+
+    def trainer(self) -> int | None:
+        """The process that trains here, where there is one."""
+        try:
+            with open(self.path / LOCK, "r+") as f:
+                return alive.holder(f.fileno())
+        except OSError:
+            return None
+
+    def note(self, **facts: Any) -> None:
+        """Add facts to run.json."""
+        text = json.dumps({**self.read(), **facts}, indent=1, default=str)
+        write_whole(self.path / NOTE, lambda f: f.write(text.encode() + b"\n"))
+
+    def read(self) -> dict[str, Any]:
+        try:
+            found = json.loads((self.path / NOTE).read_text())
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def say(self, text: str) -> None:
+        with open(self.path / LOG, "a") as f:
+            f.write(f"{_now()} {text}\n")
+
+    def cut_metrics(self, step: int) -> None:
+        """Forget what came after the checkpoint of this step: it will be computed again. A line that was cut off goes too."""
+        kept = [json.dumps(line) + "\n" for line in self.metrics() if line["step"] <= step]
+        write_whole(self.path / METRICS, lambda f: f.write("".join(kept).encode()))
+
+    def add_metrics(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        with open(self.path / METRICS, "a") as f:
+            f.write("".join(json.dumps(line) + "\n" for line in lines))
+
+    def metrics(self) -> Iterator[dict[str, Any]]:
+        """The whole lines."""
+        try:
+            text = (self.path / METRICS).read_text()
+        except OSError:
+            return
+        for line in text.splitlines():
+            try:
+                found = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(found, dict) and isinstance(found.get("step"), int):
+                yield found
+
+
+def environment() -> dict[str, Any]:
+    return {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "machine": platform.node(),
+        "cores": len(os.sched_getaffinity(0)),
+        "folder": os.getcwd(),
+    }
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

@@ -1,0 +1,289 @@
+"""Training that can be stopped anywhere: after any number of kills, the same losses and the same weights, bit for bit.
+
+A checkpoint holds weights, optimizer state, hyperparameters, random state, the number of the step and where the data stood.
+Batches depend on the seed and their number alone (tilework.data), random numbers on the seed and the step, and many steps in one
+call give what single calls give. So it does not matter how often a run was stopped, how many steps are in a call, and how many
+processes read the data. The number of threads may change how sums are rounded: a run that is to be exact keeps it.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..artifact.names import Buffer, Kind, is_kind
+from ..data.feed import Feed, Position
+from ..errors import UserError
+from ..runtime.session import Session
+from .checkpoints import Checkpoints, Saved, name_of
+from .folder import RunFolder
+
+if TYPE_CHECKING:
+    from .board import Board
+
+CALL_SECONDS = 0.2  # of one call of many steps: long enough to be efficient, short enough to hear a signal
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # the end of a job's time, and a scheduler that takes the machine back
+Report = Callable[[str], None]
+
+
+@dataclass
+class Done:
+    """How it went, since this process began."""
+
+    step: int = 0
+    resumed: int | None = None  # the step of the checkpoint that it began from
+    stopped: str = ""  # the signal that ended it early
+    first_loss: float | None = None
+    losses: deque[float] = field(default_factory=lambda: deque(maxlen=4096))  # the newest
+    seconds: float = 0.0
+
+
+class Training:
+    """
+    folder      of the run; its checkpoints are in there
+    steps       where to stop, counted from the very beginning
+    save_every  steps between checkpoints; there is always one at the end
+    keep        how many of the newest checkpoints to keep, beside the best
+    resume      continue from the newest checkpoint, if there is one
+    hyper       hyperparameters to set, also where the checkpoint has others
+    log_dir     a folder for TensorBoard
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        feed: Feed,
+        folder: str | Path,
+        *,
+        steps: int,
+        save_every: int = 1000,
+        keep: int = 3,
+        resume: bool = False,
+        hyper: Mapping[str, float] | None = None,
+        log_dir: str | Path | None = None,
+        asked: dict[str, Any] | None = None,
+        report: Report = lambda _: None,
+        progress: Callable[[int, int, float, float], None] = lambda *_: None,
+    ) -> None:
+        if save_every < 1:
+            raise UserError("checkpoint-keep", "steps between checkpoints", found=str(save_every), expected="1 or more")
+        self.session, self.feed, self.steps, self.save_every = session, feed, steps, save_every
+        self.group = session.group if session.group is not None and session.group.size > 1 else None
+        self.first = self.group is None or self.group.rank == 0  # of several ranks one speaks
+        self.folder, self._report, self.progress = RunFolder(folder), report, progress
+        self.done = Done()
+        self._resume, self._hyper, self._signal = resume, dict(hyper or {}), ""
+        if self.first:
+            self.folder.begin({"artifact": str(session.artifact.path), "digest": session.artifact.digest, "steps": steps,
+                               "data": feed.describe(), "threads": torch.get_num_threads(), **(asked or {})},
+                              resume=resume)  # fmt: skip
+        self._log_dir = Path(log_dir) if log_dir is not None and self.first else None
+        self._board: Board | None = None
+        if self.group is not None:
+            self.group.barrier()
+        rank, ranks = (self.group.rank, self.group.size) if self.group is not None else (0, 1)
+        self.checkpoints = Checkpoints(self.folder.checkpoints, keep=keep, rank=rank, ranks=ranks, report=self.say)
+
+    def say(self, text: str) -> None:
+        if self.first:
+            self.folder.say(text)
+            self._report(text)
+
+    # ---- the way through ----
+
+    def run(self) -> Done:
+        begin = time.perf_counter()
+        position = self._begin() if self._resume else Position()
+        self.session.set(self._hyper)
+        if self.first:
+            self.folder.cut_metrics(self.session.num_steps)
+        if self._log_dir is not None:
+            from .board import Board
+
+            self._board = Board(self._log_dir, self.session.num_steps)
+        try:
+            with _listening(self):
+                self._train(position)
+        except BaseException as e:
+            self.checkpoints.wait()
+            self._end(f"failed: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}", begin)
+            raise
+        self._end(f"stopped by {self.done.stopped}" if self.done.stopped else "done", begin)
+        return self.done
+
+    def _end(self, state: str, begin: float) -> None:
+        if self._board is not None:
+            self._board.close()
+        self.done.step, self.done.seconds = self.session.num_steps, time.perf_counter() - begin
+        if self.first:
+            last = self.done.losses[-1] if self.done.losses else None
+            self.folder.note(state=state, step=self.done.step, loss=last, seconds=round(self.done.seconds, 3))
+            self.folder.say(f"{state} at step {self.done.step}")
+            self.folder.unlock()
+
+    def _train(self, position: Position) -> None:
+        """The first call is one step: its time says how many steps make a call."""
+        session, started, size, saved = self.session, time.perf_counter(), 0, -1
+        while session.num_steps < self.steps and not self.done.stopped:
+            with closing(self.feed.chunks(position, self._sizes(max(size, 1)))) as chunks:
+                for chunk in chunks:
+                    begin = time.perf_counter()
+                    result = session.run(*chunk.inputs, num_steps=chunk.num_steps, outputs="loss")
+                    took = time.perf_counter() - begin
+                    losses, stop, took = self._together(_losses(result, chunk.num_steps), took)
+                    self._record(losses, position.epoch, took, time.perf_counter() - started)
+                    position, now = self._after(position, chunk.num_steps), session.num_steps
+                    end = now >= self.steps or bool(stop)
+                    if now % self.save_every == 0 or end:
+                        self._save(position, losses[-1], background=not end)
+                        saved = now
+                    if stop:
+                        self.done.stopped = stop
+                        self.say(f"{stop}: saved at step {now}")
+                    if end or not size:
+                        break
+            if not size:
+                size = max(1, min(256, int(CALL_SECONDS / max(took, 1e-9)))) if session.fused is not None else 1
+        self.checkpoints.wait()
+        if self.checkpoints.problem is not None and saved == session.num_steps:
+            raise self.checkpoints.problem
+
+    def _after(self, position: Position, count: int) -> Position:
+        batch = position.batch + count
+        return Position(position.epoch + 1) if batch >= self.feed.num_batches else Position(position.epoch, batch)
+
+    def _sizes(self, size: int) -> Iterator[int]:
+        """Steps of each call: none goes past a checkpoint or the end. They are the same on all ranks."""
+        at = self.session.num_steps
+        while at < self.steps:
+            count = min(size, self.save_every - at % self.save_every, self.steps - at)
+            yield count
+            at += count
+
+    def _together(self, losses: list[float], took: float) -> tuple[list[float], str, float]:
+        """Of all ranks: the mean losses, the signal that any of them got, the mean time."""
+        if self.group is None:
+            return losses, self._signal, took
+        own = torch.tensor([*losses, took, *(float(self._signal == s.name) for s in SIGNALS)], dtype=torch.float64)
+        self.group.all_reduce(own)
+        found = own.tolist()
+        stop = next((s.name for s, n in zip(SIGNALS, found[len(losses) + 1 :], strict=True) if n), "")
+        return [v / self.group.size for v in found[: len(losses)]], stop, found[len(losses)] / self.group.size
+
+    def _record(self, losses: list[float], epoch: int, took: float, since: float) -> None:
+        now = self.session.num_steps
+        rows = self.feed.batch_size * self.feed.ranks
+        rate = round(len(losses) * rows / took, 1) if took else 0.0
+        first = now - len(losses) + 1
+        if self.first:
+            self.folder.add_metrics({"step": first + i, "epoch": epoch + 1, "loss": loss, "samples_per_second": rate,
+                                     "seconds": round(since, 3)} for i, loss in enumerate(losses))  # fmt: skip
+        if self._board is not None:
+            self._board.add(first, losses, rate, self.session.hyper)
+        if self.done.first_loss is None:
+            self.done.first_loss = losses[0]
+        self.done.losses.extend(losses)
+        bad = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), None)
+        if bad is not None:
+            raise UserError("loss-nan", f"the loss of step {first + bad} (epoch {epoch + 1}) is {losses[bad]}",
+                            found=self._before(losses, bad), expected="a finite number",
+                            fix=f"{self._newest()}a smaller learning rate, clip_norm, or a look at the data of that batch may "
+                            "help; nothing was saved after it")  # fmt: skip
+        self.progress(now, epoch + 1, losses[-1], rate)
+
+    def _before(self, losses: list[float], bad: int) -> str:
+        before = [*self.done.losses][: len(self.done.losses) - len(losses) + bad][-3:]
+        return f"losses before it: {', '.join(f'{v:.4g}' for v in before)}" if before else "it is the first step"
+
+    def _newest(self) -> str:
+        self.checkpoints.wait()
+        steps = self.checkpoints.steps()
+        return f"the checkpoint of step {steps[-1]} is good (--resume); " if steps else ""
+
+    # ---- checkpoints ----
+
+    def _save(self, position: Position, loss: float, *, background: bool) -> None:
+        state = self.session.snapshot()
+        bad = [k for k, t in state.tensors.items() if is_kind(k, Kind.PARAM) and not bool(torch.isfinite(t).all())]
+        if bad:
+            raise UserError("loss-nan", f"after step {state.num_steps} there are weights that are not finite",
+                            found=", ".join(Buffer(k).name for k in bad[:5]),
+                            fix=f"{self._newest()}a smaller learning rate or clip_norm may help")  # fmt: skip
+        self.checkpoints.save(state, artifact=self.session.artifact.digest, metrics={"loss": loss}, background=background,
+                              position={"epoch": position.epoch, "batch": position.batch, **self.feed.describe()},
+                              sharded=self.session.shards is not None, extra={"threads": torch.get_num_threads()})  # fmt: skip
+
+    def _begin(self) -> Position:
+        """From the newest checkpoint that is whole; from the beginning where there is none."""
+        found = self.checkpoints.newest()
+        if found is None:
+            self.say("there is no checkpoint yet: starting from the beginning")
+            return Position()
+        saved, state = found
+        if self.group is not None and len({tuple(t) for t in self.group.tell([saved.step])}) > 1:
+            raise UserError("checkpoint-damaged", "the ranks see different checkpoints", found=f"step {saved.step} here",
+                            fix="all ranks need to see the run's folder")  # fmt: skip
+        self.session.restore(state)
+        self.done.resumed = saved.step
+        self.say(f"continuing from {name_of(saved.step)}")
+        for text in self._changes(saved):
+            self.say(f"not the same as before: {text}; the numbers may differ from those of a run that was not stopped")
+        return self._position(saved)
+
+    def _changes(self, saved: Saved) -> Iterator[str]:
+        if saved.artifact != self.session.artifact.digest:
+            yield "the artifact was compiled again"
+        now = {**self.feed.describe(), "threads": torch.get_num_threads()}
+        before = {**saved.position, "threads": saved.extra.get("threads")}
+        for name, value in self._hyper.items():
+            now[name] = value
+            before[name] = next((v for k, v in saved.hyper.items() if k == name or k.endswith(f".{name}")), None)
+        for name, value in now.items():
+            if before.get(name) != value:
+                yield f"{name} was {before.get(name)}, is {value}"
+
+    def _position(self, saved: Saved) -> Position:
+        """Where the data go on: where as many records of the epoch have been seen, by any number of ranks."""
+        p = saved.position
+        epoch, batch = int(p["epoch"]), int(p["batch"])
+        before, now = int(p["batch_size"]) * int(p["ranks"]), self.feed.batch_size * self.feed.ranks
+        if before != now:
+            seen = batch * before
+            batch = seen // now
+            if seen % now:
+                self.say(f"{seen % now} records of this epoch come a second time")
+        return Position(epoch + 1) if batch >= self.feed.num_batches else Position(epoch, batch)
+
+
+@contextmanager
+def _listening(training: Training) -> Iterator[None]:
+    """Signals that ask for an end are noted; the training saves first. Only the main thread can listen."""
+
+    def note(number: int, _: Any) -> None:
+        training._signal = signal.Signals(number).name
+
+    try:
+        before = {s: signal.signal(s, note) for s in SIGNALS}
+    except ValueError:  # another thread
+        before = {}
+    try:
+        yield
+    finally:
+        for s, handler in before.items():
+            signal.signal(s, handler)
+
+
+def _losses(result: Any, num_steps: int) -> list[float]:
+    """One loss a step; 0 where there is none."""
+    if result.losses is None:
+        return [0.0] * num_steps
+    return [float(v) for v in result.losses.reshape(num_steps, -1).float().mean(1)]

@@ -1,0 +1,240 @@
+"""Sources and feeds: every format, the order that can be continued, ranks, and records that cannot be read."""
+
+from __future__ import annotations
+
+import gzip
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tilework.data import Arrays, BadRecord, Each, Feed, Position, formats
+from tilework.data.named import source_of
+from tilework.errors import UserError
+
+NUMBERS = torch.arange(40)
+
+
+def source() -> Arrays:
+    return Arrays((NUMBERS.float()[:, None], NUMBERS))
+
+
+def batches(feed: Feed, position: Position, size: int = 1) -> list[list[int]]:
+    """The records of each batch that is left in the epoch."""
+    found = []
+    for chunk in feed.chunks(position, iter(lambda: size, None)):
+        found += chunk.inputs[1].reshape(chunk.num_steps, -1).tolist()
+    return found
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_an_epoch_goes_on_anywhere(workers: int, size: int) -> None:
+    """Whatever the number of workers and of batches in a chunk."""
+    feed = Feed(source(), 4, seed=3, num_workers=workers)
+    whole = batches(Feed(source(), 4, seed=3), Position(1))
+    assert sorted(n for batch in whole for n in batch) == NUMBERS.tolist() and whole != batches(feed, Position(0))
+    assert batches(feed, Position(1), size) == whole
+    for at in (1, 4, 9):
+        assert batches(feed, Position(1, at), size) == whole[at:]
+
+
+def test_rows_of_every_type() -> None:
+    for dtype in (torch.bfloat16, torch.float16, torch.bool, torch.uint8, torch.complex64):
+        tensor = torch.arange(6).reshape(3, 2).to(dtype)
+        assert torch.equal(Arrays([tensor]).rows(np.array([2, 0]))[0], tensor[[2, 0]])
+
+
+def test_ranks_share_the_batches() -> None:
+    alone = batches(Feed(source(), 4, seed=3), Position())
+    ranks = [batches(Feed(source(), 4, seed=3, rank=r, ranks=2), Position()) for r in range(2)]
+    assert [b for pair in zip(*ranks, strict=True) for b in pair] == alone
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_numbers_of_a_transform_belong_to_the_batch(workers: int) -> None:
+    """The same however many batches are in a chunk, for any rank, and in no other epoch."""
+
+    def noisy(record, generator):
+        return record[0] + torch.rand(record[0].shape, generator=generator), record[1]
+
+    def values(epoch: int, size: int, **ranks: int) -> list[torch.Tensor]:
+        feed = Feed(source(), 4, seed=3, transform=noisy, num_workers=workers, **ranks)
+        chunks = feed.chunks(Position(epoch), iter(lambda: size, None))
+        return [b for c in chunks for b in c.inputs[0].clone().reshape(c.num_steps, -1)]
+
+    one = values(0, 1)
+    assert all(torch.equal(a, b) for a, b in zip(one, values(0, 3), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(one[1::2], values(0, 2, rank=1, ranks=2), strict=True))
+    assert not torch.equal(one[0] % 1, values(1, 1)[0] % 1)
+
+
+def broken() -> Each:
+    def read(number: int):
+        if number in (5, 6):
+            raise ValueError("it is torn")
+        return torch.tensor([number, number] if number != 11 else [number]), torch.tensor(number)
+
+    return Each(40, read, lambda n: f"shelf/{n}.bin")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_broken_record_is_named(workers: int) -> None:
+    feed = Feed(broken(), 4, shuffle=False, num_workers=workers)
+    with pytest.raises(UserError, match="record 5 cannot be read") as e:
+        batches(feed, Position())
+    assert e.value.id == "data-record" and "shelf/5.bin: ValueError: it is torn" in e.value.found
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("size", [1, 4])
+def test_broken_records_are_skipped_and_reported_once(workers: int, size: int) -> None:
+    told: list[str] = []
+    feed = Feed(broken(), 4, shuffle=False, num_workers=workers, bad_records="skip", report=told.append)
+    found = batches(feed, Position(), size)
+    assert found[1] == [4, 7, 7, 7] and found[2] == [8, 9, 10, 12]
+    batches(feed, Position(1), size)
+    assert len(told) == 3 and "shelf/5.bin" in told[0] and "int64[1]" in told[2] and "int64[2]" in told[2]
+
+
+def test_no_record_can_be_read() -> None:
+    def read(number: int):
+        raise OSError("gone")
+
+    with pytest.raises(UserError, match="no record can be read"):
+        batches(Feed(Each(8, read, str), 4, bad_records="skip"), Position())
+
+
+def test_fewer_records_than_a_batch() -> None:
+    with pytest.raises(UserError, match="no complete batch") as e:
+        Feed(source(), 32, ranks=2)
+    assert e.value.found == "40 records" and "2 ranks" in e.value.expected
+
+
+def test_workers_leave_the_random_numbers_alone() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    batches(Feed(source(), 4, num_workers=1), Position())
+    assert torch.equal(torch.rand(3), expected)
+
+
+# ---- formats ----
+
+
+def write_idx(path: Path, array: np.ndarray, kind: int) -> None:
+    data = struct.pack(">HBB", 0, kind, array.ndim) + struct.pack(f">{array.ndim}I", *array.shape)
+    data += array.astype(array.dtype.newbyteorder(">")).tobytes()
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+
+
+def test_idx(tmp_path: Path) -> None:
+    images = np.arange(5 * 3 * 2, dtype=np.uint8).reshape(5, 3, 2)
+    labels = np.array([3, -1, 4, 1, -5], dtype=np.int32)
+    write_idx(tmp_path / "i.idx", images, 0x08)
+    write_idx(tmp_path / "l.idx.gz", labels, 0x0C)
+    found = formats.idx([str(tmp_path / "i.idx"), str(tmp_path / "l.idx.gz")])
+    x, y = found.rows(np.array([4, 1]))
+    assert torch.equal(x, torch.from_numpy(images[[4, 1]])) and y.tolist() == [-5, -1] and y.dtype == torch.int32
+    assert isinstance(found.arrays[0], np.memmap)
+    for damaged in (b"", b"\1\0\x08\1\0\0\0\1a", (tmp_path / "i.idx").read_bytes()[:-1]):
+        (tmp_path / "d.idx").write_bytes(damaged)
+        with pytest.raises(UserError, match="not a readable idx file"):
+            formats.idx([str(tmp_path / "d.idx")])
+
+
+def test_numpy_files_are_mapped(tmp_path: Path) -> None:
+    array = np.arange(12, dtype=np.uint16).reshape(6, 2)
+    np.save(tmp_path / "a.npy", array)
+    found = formats.npy([str(tmp_path / "a.npy")])
+    assert isinstance(found.arrays[0], np.memmap)
+    assert found.rows(np.array([5, 0]))[0].tolist() == [[10, 11], [0, 1]]
+    np.save(tmp_path / "o.npy", np.array([object()]), allow_pickle=True)
+    with pytest.raises(UserError, match="not a readable NumPy file"):
+        formats.npy([str(tmp_path / "o.npy")])
+
+
+def test_tokens(tmp_path: Path) -> None:
+    np.arange(100, 121, dtype=np.uint16).tofile(tmp_path / "t.bin")
+    found = formats.tokens(str(tmp_path / "t.bin"), 5)
+    assert len(found) == 4
+    x, y = found.rows(np.array([3]))
+    assert x.tolist() == [[115, 116, 117, 118, 119]] and y.tolist() == [[116, 117, 118, 119, 120]]
+    x, y = formats.tokens(str(tmp_path / "t.bin"), 5, same=True).rows(np.array([3]))
+    assert torch.equal(x, y) and x[0, 0] == 115
+
+
+def test_csv(tmp_path: Path) -> None:
+    (tmp_path / "d.csv").write_text("a,y,b\n1,2,3\n\n4,5,6\n7,x,9\n")
+    found = formats.csv(str(tmp_path / "d.csv"), ["y"])
+    x, y = found.rows(np.array([1, 0]))
+    assert len(found) == 3 and x.tolist() == [[4, 6], [1, 3]] and y.tolist() == [[5], [2]]
+    with pytest.raises(BadRecord, match=r"d.csv, line 5.*could not convert string to float: 'x'"):
+        found.rows(np.array([2]))
+    with pytest.raises(UserError, match="no column 'z'"):
+        formats.csv(str(tmp_path / "d.csv"), ["z"])
+
+
+def test_pictures_with_masks(tmp_path: Path) -> None:
+    from PIL import Image
+
+    for i, patient in enumerate(("p1", "p1", "p2")):
+        (tmp_path / patient).mkdir(exist_ok=True)
+        Image.new("RGB", (16, 16), (51 * i, 0, 255)).save(tmp_path / patient / f"{i}.tif")
+        Image.new("L", (16, 16), 255 if i == 1 else 0).save(tmp_path / patient / f"{i}_mask.tif")
+    found = formats.pictures(str(tmp_path), 8)
+    x, y = found.rows(np.array([0, 1, 2]))
+    assert x.shape == (3, 3, 8, 8) and y.shape == (3, 1, 8, 8)
+    assert x[:, 0, 0, 0].tolist() == pytest.approx([0, 0.2, 0.4]) and y.mean((1, 2, 3)).tolist() == [0, 1, 0]
+    (tmp_path / "p1" / "1.tif").write_bytes(b"no picture")
+    with pytest.raises(BadRecord, match=r"record 1 .*p1/1.tif"):
+        found.rows(np.array([1]))
+    with pytest.raises(UserError, match="no pictures with masks"):
+        formats.pictures(str(Path(__file__).parent), 8)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_hdf5(tmp_path: Path, workers: int) -> None:
+    import h5py
+
+    with h5py.File(tmp_path / "d.h5", "w") as f:
+        f["x"], f["y"], f["short"] = np.arange(80.0).reshape(40, 2), np.arange(40), np.arange(3)
+    found = formats.Hdf5(str(tmp_path / "d.h5"), ["x", "y"])
+    x, y = found.rows(np.array([7, 2, 7]))
+    assert x.tolist() == [[14, 15], [4, 5], [14, 15]] and y.tolist() == [7, 2, 7]
+    expected = batches(Feed(source(), 4, seed=3), Position())
+    assert batches(Feed(found, 4, seed=3, num_workers=workers), Position()) == expected
+    with pytest.raises(UserError, match="different numbers of rows"):
+        formats.Hdf5(str(tmp_path / "d.h5"), ["x", "short"])
+    with pytest.raises(UserError, match="not an HDF5 file with these data sets"):
+        formats.Hdf5(str(tmp_path / "d.h5"), ["z"])
+
+
+def test_the_command_line_knows_all_forms() -> None:
+    from tilework.cli import run
+    from tilework.data import named
+
+    assert {"digits", *run.FORMS} == set(named.FORMS)
+
+
+def test_named_sources(tmp_path: Path) -> None:
+    wanted = [("x", torch.float32, (1, 28, 28)), ("y", torch.int64, ())]
+    x, y = source_of("digits", wanted).rows(np.array([0, 1]))
+    assert x.shape == (2, 1, 28, 28) and y.dtype == torch.int64
+    flat = source_of("digits", [("x", torch.float32, (784,)), wanted[1]], in_memory=True)
+    assert torch.equal(flat.rows(np.array([1]))[0].flatten(), x[1].flatten())
+    with pytest.raises(UserError, match="not what this step takes") as e:
+        source_of("digits", [("x", torch.float32, (1, 32, 32)), wanted[1]]).rows(np.array([0]))
+    assert e.value.expected == "x [1, 32, 32], y []"
+    for text, words in (("digitz", "did you mean 'digits'"), ("hdf5:x", "hdf5:FILE:NAME,NAME"), ("synthetic:bart:tiny:4", "bert"),
+                        ("tokens:x:many", "tokens:FILE:LENGTH")):  # fmt: skip
+        with pytest.raises(UserError) as e:
+            source_of(text, wanted)
+        assert words in e.value.expected
+    write_idx(tmp_path / "none.idx", np.zeros((0, 28, 28), np.uint8), 0x08)
+    with pytest.raises(UserError, match="has no records"):
+        source_of(f"idx:{tmp_path / 'none.idx'}", wanted[:1])
+    write_idx(tmp_path / "b.idx", np.full((2, 28, 28), 51, np.uint8), 0x08)
+    assert source_of(f"idx:{tmp_path / 'b.idx'}", wanted[:1]).rows(np.array([0]))[0].mean().item() == pytest.approx(0.2)

@@ -1,0 +1,148 @@
+"""Runs as others see them: the list, the page with curves, TensorBoard."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from tilework.errors import UserError
+from tilework.runs.board import Board
+from tilework.runs.folder import RunFolder
+from tilework.runs.report import POINTS, chart, find, page, summary, thinned, tick
+
+
+def run(path: Path, losses: list[float], state: str = "done", **asked: object) -> Path:
+    folder = RunFolder(path)
+    folder.begin({"steps": 1000, "source": "digits", "artifact": "m.pef", **asked}, resume=False)
+    folder.add_metrics(
+        {"step": i + 1, "epoch": 1, "loss": loss, "samples_per_second": 100.0 + i, "seconds": i} for i, loss in enumerate(losses)
+    )
+    folder.note(state=state)
+    folder.unlock()
+    return path
+
+
+class Page(HTMLParser):
+    """What is on the page, and what it would fetch."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.words: list[str] = []
+        self.fetched: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.fetched += [v or "" for k, v in attrs if k in ("src", "href", "srcset", "data")]
+        if tag == "script":
+            self.fetched.append("script")
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+
+def test_a_page_compares_runs(tmp_path: Path) -> None:
+    a = run(tmp_path / "a", [1 / (i + 1) for i in range(1000)])
+    b = run(tmp_path / "<b>&", [0.5] * 20, state="stopped by SIGTERM")
+    text = page([a, b])
+    found = Page(text)
+    assert found.fetched == [] and "url(" not in text and "<b>" not in text
+    words = " ".join(found.words)
+    assert "1000 of 1000" in words and "20 of 1000" in words and "stopped by SIGTERM" in words and str(b) in words
+    charts = [ET.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", text, re.S)]
+    assert len(charts) == 2 and all(len(c.findall("polyline")) == 2 for c in charts)
+    points = charts[0].findall("polyline")[0].get("points", "").split()
+    assert len(points) == POINTS
+    heights = [float(p.split(",")[1]) for p in points]
+    assert heights == sorted(heights)  # the loss falls, so the line goes down the page
+
+
+def test_curves_are_means() -> None:
+    assert thinned([(i, 2.0 * i) for i in range(5)]) == [(i, 2.0 * i) for i in range(5)]
+    many = thinned([(i, i % 2) for i in range(2 * POINTS)] + [(9999, float("nan"))])
+    assert len(many) == POINTS and {y for _, y in many} == {0.5}
+    assert "Nothing was recorded" in chart(["x"], [[]])
+    for curve in ([(1, 3.0)], [(1, 0.0), (2, 0.0)], [(1, -1.0), (2, 5.0)], [(1, 1e-9), (2, 1e9)]):
+        ET.fromstring(chart(["x"], [curve]).split("<ul")[0])  # type: ignore[list-item]
+
+
+def test_one_point_of_many_sizes_is_in_the_picture() -> None:
+    svg = ET.fromstring(chart(["x"], [[(1, 1e-3), (50, 1.0), (100, 1e3)]]).split("<ul")[0])
+    middle = svg.findall("polyline")[0].get("points", "").split()[1]
+    line = [float(n) for n in (svg.findall("line")[2].get("y1"), middle.split(",")[1])]  # type: ignore[arg-type]
+    assert abs(line[0] - line[1]) < 0.2  # logarithmic: 1 lies half way between 0.001 and 1000
+
+
+def test_numbers_of_an_axis() -> None:
+    assert [tick(v) for v in (0, 0.7123, 501, 12_600, 2.5e6, 1e12, -3000)] == [
+        "0",
+        "0.712",
+        "501",
+        "12.6k",
+        "2.5M",
+        "1e+12",
+        "-3k",
+    ]
+
+
+def test_runs_are_found(tmp_path: Path) -> None:
+    assert find(tmp_path) == []
+    run(tmp_path / "deep" / "one", [2.0, 1.0])
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "run.json").write_text("{}")
+    assert find(tmp_path) == [tmp_path / "deep" / "one"]
+    found = summary(tmp_path / "deep" / "one")
+    assert (found.state, found.step, found.best, found.rate, found.checkpoints) == ("done", 2, 1.0, 101.0, [])
+    with pytest.raises(UserError, match="has no run"):
+        summary(tmp_path / "other")
+
+
+def test_a_run_that_was_killed_is_not_running(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from tilework.runs.folder import RunFolder; f = RunFolder(sys.argv[1]); f.begin({}, resume=False);"
+        "print('ready', flush=True); time.sleep(100)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "r")], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    assert summary(tmp_path / "r").state == "running"
+    process.kill()
+    process.communicate()
+    assert summary(tmp_path / "r").state == "killed"
+
+
+def test_the_commands(tmp_path: Path) -> None:
+    run(tmp_path / "r", [2.0, 1.0])
+
+    def tilework(*words: str) -> str:
+        done = subprocess.run([sys.executable, "-m", "tilework", *words], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert json.loads(tilework("runs", "--json"))[0]["step"] == 2
+    assert "2/1000" in tilework("runs") and "no runs here" in tilework("runs", "r/nothing")
+    assert "1 run," in tilework("report", "r", "-o", "out/page.html")
+    assert (tmp_path / "out" / "page.html").read_text().startswith("<!doctype html>")
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    """What a run wrote after its checkpoint is gone when it is continued."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = Board(tmp_path, 0)
+    board.add(1, [3.0, 2.0, 1.0], 50.0, {"lr": 0.1, "momentum": 0.9})
+    board.close()
+    time.sleep(1.1)  # files are told apart by the second
+    board = Board(tmp_path, 2)
+    board.add(3, [1.5], 60.0, {"lr": 0.05})
+    board.close()
+    found = EventAccumulator(str(tmp_path)).Reload()
+    assert sorted(found.Tags()["scalars"]) == ["train/loss", "train/lr", "train/samples_per_second"]
+    assert [(e.step, e.value) for e in found.Scalars("train/loss")] == [(1, 3.0), (2, 2.0), (3, 1.5)]
