@@ -6,11 +6,14 @@ docs/poptorch.md says what there is and what differs.
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 import tilework
+from tilework.errors import not_the_users
 
 from . import optim, profiling
 from .blocks import BeginBlock, Block, BlockFunction, removeBlocks
@@ -65,6 +68,7 @@ from .ops import (
 from .options import Options, options_or_error
 from .strategies import ParallelPhasedExecution, Phase, PipelinedExecution, SerialPhasedExecution, ShardedExecution, Stage
 
+not_the_users.append(str(Path(__file__).parent) + os.sep)
 __version__ = f"3.4.0+tilework.{tilework.__version__}"
 
 __all__ = [

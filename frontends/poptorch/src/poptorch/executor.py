@@ -60,7 +60,7 @@ class PoplarExecutor:
         self._is_quick = False
         if training:
             self._shared.wrap()
-            self._shared.trainer = weakref.ref(self)
+            self._shared.trainer = self
             if isinstance(optimizer, Optimizer):
                 optimizer._state_of = weakref.ref(self)
 
@@ -149,7 +149,8 @@ class PoplarExecutor:
         if self._training:
             self._compiled_values = optimizers.values_of(self._optimizer)
             self._values = dict(self._compiled_values)
-            optimizers.warn_of_unknown(self._optimizer, self._said)
+            self._compiled_optimizer = self._optimizer
+            self._warn_of_unknown(self._optimizer)
             if (loaded := getattr(self._optimizer, "_loaded", None)) is not None:
                 self._pending = loaded
 
@@ -208,7 +209,7 @@ class PoplarExecutor:
         if self._device is None:
             raise Error("poptorch-device", "Device is not attached")
         if self._training:
-            if self._shared.is_stale():
+            if self._shared.is_stale:
                 self.copyWeightsToHost()
             self._state = {k: t for k, t in self._device.session.tensors().items() if k.startswith("state/")}
         self._random = self._device.session.random_state()
@@ -223,9 +224,9 @@ class PoplarExecutor:
             self._folder.remove()
         self._folder = self._path = self._call = self._look = self._traced = None
         self._state, self._random, self._is_quick = {}, None, False
-        if self._training and self._shared.trainer() is self:
+        if self._training and self._shared.trainer is self:
             self._shared.unwrap()
-            self._shared.trainer = lambda: None
+            self._shared.trainer = None
 
     # ---- weights ----
 
@@ -242,7 +243,7 @@ class PoplarExecutor:
             device.download(self._traced)  # type: ignore[arg-type]
 
     def copyWeightsToHostIfNeeded(self) -> bool:
-        stale = self._shared.is_stale()
+        stale = self._shared.is_stale
         if stale:
             self.copyWeightsToHost()
         return stale
@@ -296,14 +297,18 @@ class PoplarExecutor:
         """Its values count from the next call on."""
         values = optimizers.values_of(optimizer)
         if self.isCompiled():
-            optimizers.require_alike(optimizer, self._optimizer, self._compiled_values, values)
-            optimizers.warn_of_unknown(optimizer, self._said)
+            optimizers.require_alike(optimizer, self._compiled_optimizer, self._compiled_values, values)
+            self._warn_of_unknown(optimizer)
             self._values = values
             if self._device is not None:
                 self._send_values(values)
         self._optimizer = optimizer
         if isinstance(optimizer, Optimizer):
             optimizer._state_of = weakref.ref(self)
+
+    def _warn_of_unknown(self, optimizer: Any) -> None:
+        if not self._options.relax_optimizer_checks:
+            optimizers.warn_of_unknown(optimizer, self._said)
 
     def _send_values(self, values: dict[str, float]) -> None:
         device = self._attached()
@@ -400,7 +405,7 @@ class PoplarExecutor:
         device, seen, batches = self._device, self._look, self._batches
         assert device is not None and seen is not None
         if self._uploaded != self._shared.version:
-            trainer = self._shared.trainer()
+            trainer = self._shared.trainer
             if trainer is not None:
                 trainer.copyWeightsToHostIfNeeded()
             with self._shared.plain():

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import copyreg
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,9 +16,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .errors import StateError
 
-_shared: Any = WeakIdKeyDictionary()  # model -> Shared
-_owners: Any = WeakIdKeyDictionary()  # tensor -> Shared
-_stale: set[Shared] = set()  # whose host copy is old
+_shared: Any = WeakIdKeyDictionary()  # model -> a weak reference to its Shared
+_owners: Any = WeakIdKeyDictionary()  # tensor -> a weak reference to its Shared
+_stale: weakref.WeakSet[Shared] = weakref.WeakSet()  # whose host copy is old
+_KEY = "_poptorch_shared"  # in a wrapped model's dict: weights that were trained are not lost when their executor is dropped
 
 
 class Shared:
@@ -27,28 +27,25 @@ class Shared:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = weakref.ref(model)
-        self.trainer: Callable[[], Any] = lambda: None
+        self.trainer: Any = None  # the training executor
         self.version = 0  # of the weights, as devices and host have seen them
         self.is_wrapped = False
+        self.is_stale = False
         self._busy = False
 
     def pull(self) -> None:
         """The host's copy is about to be read."""
-        if self in _stale and not self._busy:
-            trainer = self.trainer()
-            if trainer is None:
-                _stale.discard(self)
-            else:
-                trainer.copyWeightsToHost()
+        if self.is_stale and not self._busy and self.trainer is not None:
+            self.trainer.copyWeightsToHost()
 
     def trained(self) -> None:
         self.version += 1
-        _stale.add(self)
-
-    def is_stale(self) -> bool:
-        return self in _stale
+        if not self.is_stale:
+            self.is_stale = True
+            _stale.add(self)
 
     def is_fresh(self) -> None:
+        self.is_stale = False
         _stale.discard(self)
 
     # ---- classes ----
@@ -63,7 +60,8 @@ class Shared:
                 t.__class__ = PoptorchParameter
             elif type(t) is Tensor:
                 t.__class__ = PoptorchBuffer
-            _owners[t] = self
+            _owners[t] = weakref.ref(self)
+        vars(model)[_KEY] = self
         self.is_wrapped = True
 
     def unwrap(self) -> None:
@@ -71,6 +69,7 @@ class Shared:
         if model is not None and self.is_wrapped:
             if isinstance(model, _Noticing):
                 model.__class__ = type(model)._plain
+            vars(model).pop(_KEY, None)
             for t in _tensors(model):
                 if type(t) is PoptorchParameter:
                     t.__class__ = nn.Parameter  # type: ignore[assignment]
@@ -95,9 +94,10 @@ class Shared:
 
 
 def shared(model: nn.Module) -> Shared:
-    if model not in _shared:
-        _shared[model] = Shared(model)
-    found: Shared = _shared[model]
+    found: Shared | None = _shared[model]() if model in _shared else None
+    if found is None:
+        found = Shared(model)
+        _shared[model] = weakref.ref(found)
     return found
 
 
@@ -116,7 +116,9 @@ def _tensors(model: nn.Module) -> list[Tensor]:
 def _read(args: Iterable[Any]) -> None:
     for leaf in tree_leaves(args):
         if isinstance(leaf, (PoptorchParameter, PoptorchBuffer)) and (owner := _owners.get(leaf)) is not None:
-            owner.pull()
+            known = owner()
+            if known is not None:
+                known.pull()
 
 
 class PoptorchParameter(nn.Parameter):
@@ -160,11 +162,19 @@ class _Noticing:
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         new: Any = self._plain.__new__(self._plain)  # type: ignore[call-overload]
         memo[id(self)] = new
-        vars(new).update(copy.deepcopy(vars(self), memo))
+        vars(new).update(copy.deepcopy(_own(self), memo))
         return new
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return copyreg.__newobj__, (self._plain,), vars(self)  # type: ignore[attr-defined]
+        return _made, (self._plain,), _own(self)
+
+
+def _own(model: Any) -> dict[str, Any]:
+    return {k: v for k, v in vars(model).items() if k != _KEY}
+
+
+def _made(kind: Any) -> Any:
+    return kind.__new__(kind)
 
 
 _classes: dict[type, type] = {}
