@@ -16,7 +16,9 @@ import tilework
 from tilework.errors import not_the_users
 
 from . import optim, profiling
+from .accessor import AsynchronousDataAccessor
 from .blocks import BeginBlock, Block, BlockFunction, removeBlocks
+from .dataloader import DataLoader
 from .enums import (
     AutoStage,
     CommGroupType,
@@ -72,8 +74,9 @@ not_the_users.append(str(Path(__file__).parent) + os.sep)
 __version__ = f"3.4.0+tilework.{tilework.__version__}"
 
 __all__ = [
-    "CPU", "Attribute", "AutoStage", "BeginBlock", "Block", "BlockFunction", "CTCBeamSearchDecoder", "CommGroupType",
-    "ConnectionType", "DataLoaderMode", "Error", "HalfFloatCastingBehavior", "Liveness", "MatMulSerializationMode",
+    "CPU", "AsynchronousDataAccessor", "Attribute", "AutoStage", "BeginBlock", "Block", "BlockFunction", "CTCBeamSearchDecoder",
+    "CommGroupType",
+    "ConnectionType", "DataLoader", "DataLoaderMode", "Error", "HalfFloatCastingBehavior", "Liveness", "MatMulSerializationMode",
     "MeanReductionStrategy", "MultiConv", "NameScope", "Options", "OutputMode", "OverlapMode", "ParallelPhasedExecution", "Phase",
     "PipelinedExecution", "PoplarExecutor", "RecoverableError", "ReductionType", "SerialPhasedExecution", "ShardedExecution",
     "SharingStrategy", "Stage", "SyncPattern", "TensorLocationSettings", "UnrecoverableError", "VariableRetrievalMode", "cond",

@@ -23,6 +23,7 @@ ROWS: list[tuple[str, str, str, str]] = [
                                                                                     "numbers are those of the plain model"),
     (_P, "PipelinedExecution ShardedExecution SerialPhasedExecution ParallelPhasedExecution", HERE, "checked; stages run "
                                                                                                     "one after the other"),
+    (_P, "DataLoader AsynchronousDataAccessor", HERE, "all three modes; what is asynchronous is loaded ahead by a thread"),
     (_P, "isRunningOnIpu ipuHardwareIsAvailable ipuHardwareVersion", HERE, "there is no hardware; isRunningOnIpu() is True "
                                                                            "while forward is traced"),
     (_P, "Error RecoverableError UnrecoverableError", HERE, "also reachable as poptorch_core.Error"),
