@@ -253,6 +253,8 @@ def test_the_state_before_and_after_the_compile() -> None:
     assert found["ipu_state"]["Accl1___fc.weight"].shape == (3, 4) and found["ipu_state"]["Accl1___fc.weight"].abs().sum() > 0
     assert float(found["ipu_param"]["learningRate___specific___fc.bias"]) == pytest.approx(0.1)
     assert "param_groups" in found
+    executor.detachFromDevice()
+    assert set(optimizer.state_dict()["ipu_state"]) == set(found["ipu_state"])
 
 
 @pytest.mark.parametrize("name", ["sgd momentum", "adam", "adamw uncorrected", "rmsprop centered", "lamb"])

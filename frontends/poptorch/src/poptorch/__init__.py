@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import nn
 
-import tilework
 from tilework.errors import not_the_users
 
 from . import optim, profiling
@@ -36,7 +35,7 @@ from .enums import (
     VariableRetrievalMode,
 )
 from .errors import Error, RecoverableError, UnrecoverableError
-from .executor import PoplarExecutor
+from .executor import PoplarExecutor, version
 from .groups import TensorLocationSettings
 from .logs import setLogLevel
 from .losses import identity_loss
@@ -68,24 +67,78 @@ from .ops import (
     setAvailableMemory,
 )
 from .options import Options, options_or_error
+from .precompiled import load
 from .strategies import ParallelPhasedExecution, Phase, PipelinedExecution, SerialPhasedExecution, ShardedExecution, Stage
 
 not_the_users.append(str(Path(__file__).parent) + os.sep)
-__version__ = f"3.4.0+tilework.{tilework.__version__}"
+__version__ = version()
 
 __all__ = [
-    "CPU", "AsynchronousDataAccessor", "Attribute", "AutoStage", "BeginBlock", "Block", "BlockFunction", "CTCBeamSearchDecoder",
+    "CPU",
+    "AsynchronousDataAccessor",
+    "Attribute",
+    "AutoStage",
+    "BeginBlock",
+    "Block",
+    "BlockFunction",
+    "CTCBeamSearchDecoder",
     "CommGroupType",
-    "ConnectionType", "DataLoader", "DataLoaderMode", "Error", "HalfFloatCastingBehavior", "Liveness", "MatMulSerializationMode",
-    "MeanReductionStrategy", "MultiConv", "NameScope", "Options", "OutputMode", "OverlapMode", "ParallelPhasedExecution", "Phase",
-    "PipelinedExecution", "PoplarExecutor", "RecoverableError", "ReductionType", "SerialPhasedExecution", "ShardedExecution",
-    "SharingStrategy", "Stage", "SyncPattern", "TensorLocationSettings", "UnrecoverableError", "VariableRetrievalMode", "cond",
-    "ctc_beam_search_decoder", "custom_op", "dynamic_slice", "dynamic_update", "for_loop", "fps", "identity_loss",
-    "inferenceModel", "ipuHardwareIsAvailable", "ipuHardwareVersion", "ipu_print_tensor", "isRunningOnIpu", "nearest", "nop",
-    "optim", "profiling", "recomputationCheckpoint", "register_custom_op", "removeBlocks", "serializedMatMul",
+    "ConnectionType",
+    "DataLoader",
+    "DataLoaderMode",
+    "Error",
+    "HalfFloatCastingBehavior",
+    "Liveness",
+    "MatMulSerializationMode",
+    "MeanReductionStrategy",
+    "MultiConv",
+    "NameScope",
+    "Options",
+    "OutputMode",
+    "OverlapMode",
+    "ParallelPhasedExecution",
+    "Phase",
+    "PipelinedExecution",
+    "PoplarExecutor",
+    "RecoverableError",
+    "ReductionType",
+    "SerialPhasedExecution",
+    "ShardedExecution",
+    "SharingStrategy",
+    "Stage",
+    "SyncPattern",
+    "TensorLocationSettings",
+    "UnrecoverableError",
+    "VariableRetrievalMode",
+    "cond",
+    "ctc_beam_search_decoder",
+    "custom_op",
+    "dynamic_slice",
+    "dynamic_update",
+    "for_loop",
+    "fps",
+    "identity_loss",
+    "inferenceModel",
+    "ipuHardwareIsAvailable",
+    "ipuHardwareVersion",
+    "ipu_print_tensor",
+    "isRunningOnIpu",
+    "load",
+    "nearest",
+    "nop",
+    "optim",
+    "profiling",
+    "recomputationCheckpoint",
+    "register_custom_op",
+    "removeBlocks",
+    "serializedMatMul",
     "setAvailableMemory",
-    "setLogLevel", "set_available_memory", "set_overlap_for_input", "set_overlap_for_output", "trainingModel",
-]  # fmt: skip
+    "setLogLevel",
+    "set_available_memory",
+    "set_overlap_for_input",
+    "set_overlap_for_output",
+    "trainingModel",
+]
 
 
 def trainingModel(model: nn.Module, options: Options | None = None, optimizer: Any = None) -> PoplarExecutor:

@@ -58,7 +58,7 @@ class DataLoader(TorchLoader[Any]):
         else:
             self._combined = None if batch_size is None else _positive(batch_size) * steps
             self._add_rows(dataset, shuffle, drop_last, auto_distributed_partitioning, rebatched_worker_size, kwargs)
-        workers = (
+        workers: dict[str, Any] = (
             {} if num_workers == 0 and persistent_workers is None else {"persistent_workers": persistent_workers is not False}
         )
         super().__init__(dataset, num_workers=num_workers, **workers, **kwargs)

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import tilework
+
 from . import optimizers
 from .adapter import NAMES, Call, Look, Traced, coerced, look
 from .batches import Batches
@@ -25,6 +27,11 @@ from .options import Options
 from .returned import returned
 from .strategies import num_devices
 from .weights import require_unwrapped, shared
+
+
+def version() -> str:
+    """Files of compiled models are for exactly this one."""
+    return f"3.4.0+tilework.{tilework.__version__}"
 
 
 class PoplarExecutor:
@@ -97,7 +104,7 @@ class PoplarExecutor:
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Before the first call, for the shapes of these arguments."""
-        if self.isCompiled():
+        if self._call is not None:
             logger.warning("Call to compile() ignored: the model is already compiled")
             return
         self._compile(args, kwargs)
@@ -124,6 +131,9 @@ class PoplarExecutor:
             seen = look(model, call, micro, training=self._training)
             self._check_blocks(seen)
             traced = Traced(model, call, seen, training=self._training)
+            if self._path is not None:  # a file that was loaded: only the form of the call was not known yet
+                self._settle(call, seen, traced, self._path, given)
+                return
             self._folder = Folder()
             path = self._folder.path / "model.pef"
             clip = getattr(self._optimizer, "max_grad_norm", None)
@@ -154,7 +164,47 @@ class PoplarExecutor:
             if (loaded := getattr(self._optimizer, "_loaded", None)) is not None:
                 self._pending = loaded
 
+    def compileAndExport(self, filename: str | Path, *args: Any, export_model: bool = True, **kwargs: Any) -> None:
+        """compile() and save() in one."""
+        if not self.isCompiled():
+            self._compile(args, kwargs)
+        self.save(filename, export_model=export_model)
+
+    def save(self, filename: str | Path, export_model: bool = True, save_rng_state: bool = True) -> None:
+        """The compiled model as a file; a folder gets model.poptorch. export_model: with the module, as a pickle."""
+        from .precompiled import write
+
+        write(self, filename, export_model=export_model, save_rng_state=save_rng_state)
+
+    def loadExecutable(self, filename: str | Path) -> None:
+        """The program of such a file, instead of a compile. It must be of the same model and options."""
+        from .precompiled import read
+
+        if self.isCompiled():
+            raise Error("poptorch-export", "the model is already compiled", fix="call destroy() first")
+        self._folder = Folder()
+        path, facts = read(filename, self._folder.path)
+        for name in ("device_iterations", "replication_factor"):
+            if facts["options"].get(name) != getattr(self._options, name):
+                raise Error(
+                    "poptorch-export",
+                    f"the file was compiled with another option {name}",
+                    found=str(facts["options"].get(name)),
+                    expected=str(getattr(self._options, name)),
+                )
+        if facts["training"] != self._training:
+            kinds = {True: "training", False: "inference"}
+            raise Error("poptorch-export", "the file was compiled for another kind of executor", found=kinds[facts["training"]],
+                        expected=kinds[self._training])  # fmt: skip
+        self._path = path
+        if facts["random"] is not None:
+            self._random = tuple(facts["random"])
+
+    def _random_state(self) -> list[int] | None:
+        return self.rng_state if self._device is not None or self._random is not None else None
+
     _pending: Any = None
+    _ipu_state: tuple[Any, Any] = (None, None)  # as it was when the device was left
     _stages: Sequence[tuple[str, int, int]] = ()
 
     def _check_blocks(self, seen: Look) -> None:
@@ -170,7 +220,7 @@ class PoplarExecutor:
     # ---- device ----
 
     def attachToDevice(self) -> None:
-        if not self.isCompiled():
+        if self._traced is None:
             raise Error(
                 "poptorch-device", "Cannot attach to a device before the model is compiled", fix="call compile(...) first"
             )
@@ -211,6 +261,7 @@ class PoplarExecutor:
         if self._training:
             if self._shared.is_stale:
                 self.copyWeightsToHost()
+            self._ipu_state = self._optimizer_state()
             self._state = {k: t for k, t in self._device.session.tensors().items() if k.startswith("state/")}
         self._random = self._device.session.random_state()
         self._device.close()
@@ -324,10 +375,8 @@ class PoplarExecutor:
         device.set({k: v for k, v in values.items() if k in known})
 
     def _optimizer_state(self) -> tuple[Any, Any]:
-        if self._device is None and not self._state:
-            return None, None
         if self._device is None:
-            return dict(self._state), None
+            return self._ipu_state
         session = self._device.session
         tensors = {k: t for k, t in session.tensors().items() if k.startswith("state/")}
         return optimizers.ipu_state(tensors, session.manifest, session.hyper)
@@ -353,7 +402,7 @@ class PoplarExecutor:
             raise ArgumentError("poptorch-device", "Trying to run a model on an offline device (ConnectionType.Never): use "
                                                    "model.compile(inputs) "
                                 "instead of model(inputs)")  # fmt: skip
-        if not self.isCompiled():
+        if self._call is None:
             self._compile(args, kwargs)
         if self._device is None:
             self._attach()

@@ -24,6 +24,7 @@ ROWS: list[tuple[str, str, str, str]] = [
     (_P, "PipelinedExecution ShardedExecution SerialPhasedExecution ParallelPhasedExecution", HERE, "checked; stages run "
                                                                                                     "one after the other"),
     (_P, "DataLoader AsynchronousDataAccessor", HERE, "all three modes; what is asynchronous is loaded ahead by a thread"),
+    (_P, "load", HERE, "reads a pickle of the module, as in the original: only for files that you trust"),
     (_P, "isRunningOnIpu ipuHardwareIsAvailable ipuHardwareVersion", HERE, "there is no hardware; isRunningOnIpu() is True "
                                                                            "while forward is traced"),
     (_P, "Error RecoverableError UnrecoverableError", HERE, "also reachable as poptorch_core.Error"),
@@ -48,6 +49,7 @@ ROWS: list[tuple[str, str, str, str]] = [
                                                                                            "anchored"),
     (_E, "getLatency getComputeLatency getPerfCounters resetPerfCounters getHostIpuLatency "
         "getIpuHostLatency", HERE, "of whole calls; transfers are 0"),
+    (_E, "compileAndExport save loadExecutable", HERE, "a zip with the engine's artifact; loadExecutable reads no pickle"),
     (_E, "cycleCount", REFUSED, "use getLatency"),
     ("poptorch_core", "Error RecoverableError UnrecoverableError", HERE, ""),
     ("popart", "AccumulateOuterFragmentSchedule SubgraphCopyingStrategy SyntheticDataMode RecomputationType TensorStorage "
