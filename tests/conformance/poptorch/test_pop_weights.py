@@ -335,3 +335,56 @@ def test_weights_are_not_lost_with_the_executor() -> None:
     del model
     gc.collect()
     assert gone() is None
+
+
+class WithLoss(nn.Module):
+    """What many programs wrap for training: the network and its loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x, y):
+        out = self.model(x)
+        return out, nn.functional.cross_entropy(out, y)
+
+
+def test_inference_of_a_part_of_what_is_trained(counted) -> None:
+    network = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    executor = poptorch.trainingModel(WithLoss(network), options(), torch.optim.SGD(network.parameters(), lr=0.1))
+    executor(X, Y)
+    network.eval()
+    inference = poptorch.inferenceModel(network, options())
+    first = inference(X)
+    torch.testing.assert_close(first + 0, network(X).detach())
+    assert len(counted) == 1
+    executor(X, Y)
+    second = inference(X)
+    assert len(counted) == 2 and not torch.equal(first, second)
+    torch.testing.assert_close(second + 0, network(X).detach())
+    executor.destroy()
+    torch.testing.assert_close(inference(X) + 0, second + 0)
+
+
+def test_training_of_a_part_of_what_infers() -> None:
+    network = Classifier()
+    inference = poptorch.inferenceModel(WithLoss(network), options())
+    before = inference(X, Y)[0]
+    executor, _ = trained(model=network)
+    executor(X, Y)
+    after = inference(X, Y)[0]
+    assert not torch.equal(before, after)
+    torch.testing.assert_close(after + 0, network(X).detach())
+
+
+def test_two_models_that_share_a_part() -> None:
+    """Each wraps the other's part in turn, as a program with two losses does."""
+    network = Classifier()
+    one, two = WithLoss(network), WithLoss(network)
+    first = poptorch.trainingModel(one, options(), torch.optim.SGD(network.parameters(), lr=0.1))
+    first(X, Y)
+    second = poptorch.trainingModel(two, options(), torch.optim.SGD(network.parameters(), lr=0.1))
+    loss = second(X, Y)[1]
+    first.destroy()
+    second.destroy()
+    assert loss.isfinite() and type(network.fc.weight) is nn.Parameter and type(one) is type(two) is WithLoss

@@ -4,9 +4,10 @@ call; weights are copied when they are needed."""
 from __future__ import annotations
 
 import collections
+import contextlib
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from .optim import Optimizer
 from .options import Options
 from .returned import returned
 from .strategies import num_devices
-from .weights import require_unwrapped, shared
+from .weights import Shared, owners, require_unwrapped, shared
 
 
 def version() -> str:
@@ -61,7 +62,7 @@ class PoplarExecutor:
         self._traced: Traced | None = None
         self._state: dict[str, Tensor] = {}  # of the optimizer, while no device has it
         self._random: tuple[int, ...] | None = None
-        self._uploaded = -1  # which version of the weights the device has
+        self._uploaded: tuple[Any, ...] = ()  # which version of the weights the device has
         self._times: collections.deque[float] = collections.deque(maxlen=1000)  # seconds of the last calls
         self._compile_seconds: float | None = None
         self._is_quick = False
@@ -100,6 +101,25 @@ class PoplarExecutor:
     def isAttachedToDevice(self) -> bool:
         return self._device is not None
 
+    # ---- whose weights ----
+
+    def _owners(self) -> list[Shared]:
+        """Of the weights: another executor may train a model that this one is a part of."""
+        return owners(self._user_model, self._shared)
+
+    def _version(self) -> tuple[Any, ...]:
+        return tuple((id(o), o.version) for o in self._owners())
+
+    @contextlib.contextmanager
+    def _plain(self, *, pull: bool = True) -> Iterator[None]:
+        """The model with its weights up to date, as it was before anybody wrapped it."""
+        with contextlib.ExitStack() as stack:
+            for owner in self._owners():
+                if pull:
+                    owner.pull()
+                stack.enter_context(owner.plain())
+            yield
+
     # ---- compile ----
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
@@ -114,7 +134,6 @@ class PoplarExecutor:
     def _compile(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         start = time.perf_counter()
         batches, options, model = self._batches, self._options, self._user_model
-        self._shared.pull()
         call = Call(args, kwargs)
         given = call.tensors(args, kwargs)
         batches.check(given)
@@ -127,7 +146,7 @@ class PoplarExecutor:
             raise Error("poptorch-buffer", "PopTorch does not support broadcasting buffers to replicas",
                         found="a model with buffers, replicationFactor above 1",
                         fix="where the buffers of replicas may differ: options.broadcastBuffers(False)")  # fmt: skip
-        with self._shared.plain():
+        with self._plain():
             seen = look(model, call, micro, training=self._training)
             self._check_blocks(seen)
             traced = Traced(model, call, seen, training=self._training)
@@ -238,8 +257,7 @@ class PoplarExecutor:
         )  # fmt: skip
         if self._random is not None:
             device.session.seed(*self._random)
-        self._shared.pull()
-        with self._shared.plain():
+        with self._plain():
             device.upload(self._traced, optimizers.twin(self._optimizer) if self._training else None)
         if self._state:
             device.load_tensors({**device.session.tensors(), **self._state})
@@ -247,7 +265,7 @@ class PoplarExecutor:
             tensors = device.session.tensors()
             device.load_tensors({**tensors, **optimizers.engine_state(self._pending, tensors)})
         self._pending = None
-        self._uploaded = self._shared.version
+        self._uploaded = self._version()
         if self._training:
             self._send_values(self._values)
             signature = device.session.manifest.signature
@@ -290,7 +308,7 @@ class PoplarExecutor:
         """The device's weights into the module's own tensors."""
         device = self._attached()
         self._shared.is_fresh()
-        with self._shared.plain():
+        with self._plain(pull=False):
             device.download(self._traced)  # type: ignore[arg-type]
 
     def copyWeightsToHostIfNeeded(self) -> bool:
@@ -303,11 +321,11 @@ class PoplarExecutor:
         """The module's tensors to the device."""
         device = self._attached()
         self._shared.is_fresh()
-        with self._shared.plain():
+        with self._plain(pull=False):
             device.upload(self._traced)  # type: ignore[arg-type]
         if self._training:
             self._shared.version += 1
-        self._uploaded = self._shared.version
+        self._uploaded = self._version()
 
     def copyNamedBuffersToDevice(self) -> None:
         """The buffers that options.updatableNamedBuffers names."""
@@ -318,7 +336,7 @@ class PoplarExecutor:
             raise Error("poptorch-buffer", "copyNamedBuffersToDevice needs names of buffers", found=repr(unknown or names),
                         fix="options.updatableNamedBuffers([...]) before the model is wrapped")  # fmt: skip
         device = self._attached()
-        with self._shared.plain():
+        with self._plain():
             new = {f"buffer/model.{n}": own[n].detach() for n in names}
         device.load_tensors({**device.session.tensors(), **new})
 
@@ -439,11 +457,8 @@ class PoplarExecutor:
     def _trained(self, inputs: Sequence[Tensor], given: Sequence[Tensor] = ()) -> Any:
         device, seen, batches = self._device, self._look, self._batches
         assert device is not None and seen is not None
-        if self._uploaded != self._shared.version:
-            self._uploaded = self._shared.version
         raw = device.train(inputs, self._asked)
         self._shared.trained()
-        self._uploaded = self._shared.version
         outputs = [batches.output([r[i] for r in raw], self._asked) for i in range(1, 1 + sum(seen.is_tensor))]
         for position, i in enumerate(seen.changed, 1 + sum(seen.is_tensor)):
             shares = [r[position] if batches.count > 1 else r[position].unsqueeze(0) for r in raw]
@@ -453,13 +468,11 @@ class PoplarExecutor:
     def _inferred(self, inputs: Sequence[Tensor], given: Sequence[Tensor]) -> Any:
         device, seen, batches = self._device, self._look, self._batches
         assert device is not None and seen is not None
-        if self._uploaded != self._shared.version:
-            trainer = self._shared.trainer
-            if trainer is not None:
-                trainer.copyWeightsToHostIfNeeded()
-            with self._shared.plain():
+        version = self._version()
+        if self._uploaded != version:
+            with self._plain():
                 device.upload(self._traced)  # type: ignore[arg-type]
-            self._uploaded = self._shared.version
+            self._uploaded = version
         raw = device.infer(inputs)
         of_replica = [[t[r :: batches.replicas] for r in range(batches.replicas)] for t in raw]
         count = sum(seen.is_tensor)

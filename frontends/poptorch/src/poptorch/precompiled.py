@@ -1,5 +1,5 @@
-"""Compiled models as files: a zip with the engine's artifact, some facts as JSON and, where the module is asked for, what
-torch.save writes. Only poptorch.load reads that last part, which is a pickle, as the interface demands; loadExecutable does not."""
+"""Compiled models as files: a zip with the engine's artifact, facts as JSON and, where the module is asked for, what torch.save
+writes. Only poptorch.load reads that last part, which is a pickle, as the interface demands; loadExecutable does not."""
 
 from __future__ import annotations
 
@@ -42,8 +42,7 @@ def write(executor: PoplarExecutor, filename: str | Path, *, export_model: bool,
 
 def _module(executor: PoplarExecutor) -> bytes:
     buffer = io.BytesIO()
-    executor._shared.pull()
-    with executor._shared.plain():
+    with executor._plain():
         try:
             torch.save({"model": executor.model, "options": executor.options, "optimizer": executor._optimizer}, buffer)
         except Exception as e:

@@ -51,15 +51,19 @@ class Shared:
     # ---- classes ----
 
     def wrap(self) -> None:
+        """Tensors that belong to another wrapped model stay that model's."""
         model = self.model()
         assert model is not None
         kind = type(model)
-        model.__class__ = _noticing_module(kind)
+        if not isinstance(model, _Noticing):
+            model.__class__ = _noticing_module(kind)
         for t in _tensors(model):
             if type(t) is nn.Parameter:
                 t.__class__ = PoptorchParameter
             elif type(t) is Tensor:
                 t.__class__ = PoptorchBuffer
+            else:
+                continue
             _owners[t] = weakref.ref(self)
         vars(model)[_KEY] = self
         self.is_wrapped = True
@@ -71,6 +75,8 @@ class Shared:
                 model.__class__ = type(model)._plain
             vars(model).pop(_KEY, None)
             for t in _tensors(model):
+                if (owner := _owners.get(t)) is None or owner() is not self:
+                    continue
                 if type(t) is PoptorchParameter:
                     t.__class__ = nn.Parameter  # type: ignore[assignment]
                 elif type(t) is PoptorchBuffer:
@@ -98,6 +104,16 @@ def shared(model: nn.Module) -> Shared:
     if found is None:
         found = Shared(model)
         _shared[model] = weakref.ref(found)
+    return found
+
+
+def owners(model: nn.Module, own: Shared) -> list[Shared]:
+    """Whose tensors the model has: its own first, then those of wrapped models that it is a part of, or that are parts of it."""
+    found = [own]
+    for t in _tensors(model):
+        owner = ref() if (ref := _owners.get(t)) is not None else None
+        if owner is not None and all(owner is not known for known in found):
+            found.append(owner)
     return found
 
 
