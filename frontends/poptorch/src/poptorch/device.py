@@ -16,12 +16,12 @@ from tqdm import tqdm
 
 import tilework
 from tilework.errors import TileworkError
-from tilework.parallel import Replicas
+from tilework.parallel import Replicas, launched, start
 
 from .adapter import Traced
 from .batches import Batches
 from .enums import ReductionType
-from .errors import from_engine
+from .errors import Error, from_engine
 from .options import Options
 
 _STAGES = 8  # lines of a compile's report, about
@@ -39,14 +39,22 @@ def compile_to(path: Path, traced: Traced, inputs: Sequence[Tensor], options: Op
             train=training, metadata={"poptorch": metadata},
         )  # fmt: skip
         settings = tilework.Options(
-            device=os.environ.get("TILEWORK_DEVICE", "cpu"), num_replicas=batches.replicas if training else 1,
-            programs="fused", keep_gradients=bool(options.anchored_tensors),
-        )  # fmt: skip
+            device=os.environ.get("TILEWORK_DEVICE", "cpu"),
+            num_replicas=max(batches.replicas, instances(options)) if training else 1,
+            programs="fused",
+            keep_gradients=bool(options.anchored_tensors),
+        )
         cache = options.executable_cache_dir or None
         with Progress(enabled=options.show_compilation_progress_bar) as progress:
             tilework.compile(step, path, options=settings, weights="none", report=progress.line, cache=cache)
     except TileworkError as e:
         raise from_engine(e) from e
+
+
+def instances(options: Options) -> int:
+    """Processes that train together: those that a launcher has started, where the options know of them."""
+    wanted = options.Distributed.numProcesses
+    return wanted if wanted > 1 and launched().size == wanted else 1
 
 
 class Progress:
@@ -88,7 +96,13 @@ class Folder:
 class Device:
     """Sessions of a program: one, or one for each replica."""
 
-    def __init__(self, path: Path, batches: Batches, *, training: bool, seed: int, average: bool, nan_error: bool) -> None:
+    def __init__(
+        self, path: Path, batches: Batches, *, training: bool, seed: int, average: bool, nan_error: bool, processes: int = 1
+    ) -> None:
+        if training and processes > 1 and batches.replicas > 1:
+            raise Error("poptorch-devices", "several processes with several replicas each are not here",
+                        found=f"{processes} processes, {batches.replicas} replicas in each",
+                        fix="one process with all replicas, or one replica in each process")  # fmt: skip
         self.replicas: Replicas | None = None
         settings: dict[str, Any] = {"weights": False, "nan_error": nan_error}
         try:
@@ -97,6 +111,8 @@ class Device:
                 self.sessions = self.replicas.sessions
             else:
                 self.sessions = [tilework.load(path, seed=seed, **settings)]
+                if training and processes > 1:
+                    self.sessions[0].join(start(expected=processes), average=average)
         except TileworkError as e:
             raise from_engine(e) from e
         self.session = self.sessions[0]

@@ -19,7 +19,7 @@ import tilework
 from . import optimizers
 from .adapter import NAMES, Call, Look, Traced, coerced, look
 from .batches import Batches
-from .device import Device, Folder, compile_to, seed_of
+from .device import Device, Folder, compile_to, instances, seed_of
 from .enums import ConnectionType, ReductionType
 from .errors import ArgumentError, Error
 from .logs import logger
@@ -253,7 +253,7 @@ class PoplarExecutor:
         reduction = options.Training.accumulation_and_replication_reduction_type
         self._device = device = Device(
             self._path, self._batches, training=self._training, seed=seed_of(options), average=reduction == ReductionType.Mean,
-            nan_error=self._training and options.Precision.enable_floating_point_exceptions,
+            nan_error=self._training and options.Precision.enable_floating_point_exceptions, processes=instances(options),
         )  # fmt: skip
         if self._random is not None:
             device.session.seed(*self._random)

@@ -14,48 +14,109 @@ _P = "poptorch"
 _E = "poptorch.PoplarExecutor"
 # (where, names, status, what to know)
 ROWS: list[tuple[str, str, str, str]] = [
-    (_P, "trainingModel inferenceModel PoplarExecutor", HERE, "compiled at the first call; one native loop makes all "
-                                                              "updates of a call"),
+    (
+        _P,
+        "trainingModel inferenceModel PoplarExecutor",
+        HERE,
+        "compiled at the first call; one native loop makes all updates of a call",
+    ),
     (_P, "identity_loss", HERE, "the final loss is found in forward, returned or not"),
     (_P, "Options TensorLocationSettings", HERE, "the setters are below"),
     (_P, "OutputMode ReductionType ConnectionType DataLoaderMode SharingStrategy", HERE, ""),
-    (_P, "BeginBlock Block BlockFunction removeBlocks Stage Phase AutoStage", HERE, "checked and kept in the artifact; the "
-                                                                                    "numbers are those of the plain model"),
-    (_P, "PipelinedExecution ShardedExecution SerialPhasedExecution ParallelPhasedExecution", HERE, "checked; stages run "
-                                                                                                    "one after the other"),
+    (
+        _P,
+        "BeginBlock Block BlockFunction removeBlocks Stage Phase AutoStage",
+        HERE,
+        "checked and kept in the artifact; the numbers are those of the plain model",
+    ),
+    (
+        _P,
+        "PipelinedExecution ShardedExecution SerialPhasedExecution ParallelPhasedExecution",
+        HERE,
+        "checked; stages run one after the other",
+    ),
     (_P, "DataLoader AsynchronousDataAccessor", HERE, "all three modes; what is asynchronous is loaded ahead by a thread"),
     (_P, "load", HERE, "reads a pickle of the module, as in the original: only for files that you trust"),
-    (_P, "isRunningOnIpu ipuHardwareIsAvailable ipuHardwareVersion", HERE, "there is no hardware; isRunningOnIpu() is True "
-                                                                           "while forward is traced"),
+    (
+        _P,
+        "isRunningOnIpu ipuHardwareIsAvailable ipuHardwareVersion",
+        HERE,
+        "there is no hardware; isRunningOnIpu() is True while forward is traced",
+    ),
     (_P, "Error RecoverableError UnrecoverableError", HERE, "also reachable as poptorch_core.Error"),
     (_P, "for_loop cond", HERE, "inference only; loops are written out, both sides of cond are computed"),
     (_P, "serializedMatMul nop dynamic_slice dynamic_update CPU fps nearest", HERE, ""),
-    (_P, "custom_op register_custom_op", HERE, "operators in C++ for the chip are refused by name; register_custom_op gives "
-                                               "them a function of torch operators"),
+    (
+        _P,
+        "custom_op register_custom_op",
+        HERE,
+        "operators in C++ for the chip are refused by name; register_custom_op gives them a function of torch operators",
+    ),
     (_P, "recomputationCheckpoint", IGNORED, "everything is kept for the backward pass"),
     (_P, "set_available_memory setAvailableMemory set_overlap_for_input set_overlap_for_output OverlapMode", IGNORED, ""),
     (_P, "MultiConv Attribute NameScope ipu_print_tensor", IGNORED, "arguments are checked"),
-    (_P, "MatMulSerializationMode MeanReductionStrategy SyncPattern Liveness CommGroupType VariableRetrievalMode "
-         "HalfFloatCastingBehavior", IGNORED, ""),
+    (
+        _P,
+        "MatMulSerializationMode MeanReductionStrategy SyncPattern Liveness CommGroupType VariableRetrievalMode "
+        "HalfFloatCastingBehavior",
+        IGNORED,
+        "",
+    ),
     (_P, "ctc_beam_search_decoder CTCBeamSearchDecoder", REFUSED, "decode on the host"),
     (_P, "setLogLevel", HERE, ""),
     (f"{_P}.profiling", "Channel", HERE, "spans are kept in a list and logged"),
-    (f"{_P}.optim", "SGD Adam AdamW RMSprop LAMB", HERE, "torch's rules; loss scaling and types of accumulators change "
-                                                         "nothing in float32"),
+    (
+        f"{_P}.optim",
+        "SGD Adam AdamW RMSprop LAMB",
+        HERE,
+        "torch's rules; loss scaling and types of accumulators change nothing in float32",
+    ),
     (_E, "compile setOptimizer isCompiled isAttachedToDevice attachToDevice detachFromDevice destroy", HERE, ""),
-    (_E, "copyWeightsToHost copyWeightsToHostIfNeeded copyWeightsToDevice copyNamedBuffersToDevice "
-        "load_state_dict", HERE, "implicit copies when weights are read"),
-    (_E, "model options rng_state compilationTime getAnchoredTensor getTensorNames", HERE, "gradients of parameters can be "
-                                                                                           "anchored"),
-    (_E, "getLatency getComputeLatency getPerfCounters resetPerfCounters getHostIpuLatency "
-        "getIpuHostLatency", HERE, "of whole calls; transfers are 0"),
+    (
+        _E,
+        "copyWeightsToHost copyWeightsToHostIfNeeded copyWeightsToDevice copyNamedBuffersToDevice load_state_dict",
+        HERE,
+        "implicit copies when weights are read",
+    ),
+    (
+        _E,
+        "model options rng_state compilationTime getAnchoredTensor getTensorNames",
+        HERE,
+        "gradients of parameters can be anchored",
+    ),
+    (
+        _E,
+        "getLatency getComputeLatency getPerfCounters resetPerfCounters getHostIpuLatency getIpuHostLatency",
+        HERE,
+        "of whole calls; transfers are 0",
+    ),
     (_E, "compileAndExport save loadExecutable", HERE, "a zip with the engine's artifact; loadExecutable reads no pickle"),
     (_E, "cycleCount", REFUSED, "use getLatency"),
+    (
+        "popdist",
+        "isPopdistEnvSet getInstanceIndex getNumInstances getNumLocalReplicas getNumTotalReplicas getNumIpusPerReplica "
+        "getReplicaIndexOffset init execute_on_instances synchronize finalizeDistributed",
+        HERE,
+        "",
+    ),
+    ("popdist.poptorch", "Options", HERE, "replicas and processes are poprun's"),
+    (
+        "horovod.torch",
+        "init rank size local_rank local_size allreduce allreduce_ allgather broadcast broadcast_parameters "
+        "broadcast_object Average Sum is_initialized shutdown",
+        HERE,
+        "a stand-in with the calls that PopTorch programs make; it is not Horovod",
+    ),
     ("poptorch_core", "Error RecoverableError UnrecoverableError", HERE, ""),
-    ("popart", "AccumulateOuterFragmentSchedule SubgraphCopyingStrategy SyntheticDataMode RecomputationType TensorStorage "
-               "VirtualGraphMode "
-     "ReplicatedTensorSharding BatchSerializationBatchSchedule", IGNORED, "enums for Options._Popart"),
-]  # fmt: skip
+    (
+        "popart",
+        "AccumulateOuterFragmentSchedule SubgraphCopyingStrategy SyntheticDataMode RecomputationType TensorStorage "
+        "VirtualGraphMode "
+        "ReplicatedTensorSharding BatchSerializationBatchSchedule",
+        IGNORED,
+        "enums for Options._Popart",
+    ),
+]
 
 # Environment variables (name, status, what to know)
 VARIABLES: list[tuple[str, str, str]] = [
