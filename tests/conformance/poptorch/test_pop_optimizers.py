@@ -139,7 +139,7 @@ def test_a_scheduler() -> None:
         executor(x, y)
         eager(other, theirs, x, y, 2, 1, 1)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+            warnings.simplefilter("error")  # such as that optimizer.step() was not called
             for s in schedules:
                 s.step()
         executor.setOptimizer(optimizer)

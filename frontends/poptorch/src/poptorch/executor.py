@@ -376,6 +376,7 @@ class PoplarExecutor:
             optimizer._state_of = weakref.ref(self)
 
     def _warn_of_unknown(self, optimizer: Any) -> None:
+        optimizer._opt_called = True  # a scheduler's check that optimizer.step() comes first: our updates count
         if not self._options.relax_optimizer_checks:
             optimizers.warn_of_unknown(optimizer, self._said)
 

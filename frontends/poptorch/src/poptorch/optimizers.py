@@ -112,6 +112,7 @@ def warn_of_unknown(optimizer: Any, said: set[Any]) -> None:
         "use_combined_accum",
         "_state_of",
         "_loaded",
+        "_opt_called",
         "velocity_accum_type",
         "accum_type",
         "first_order_momentum_accum_type",
