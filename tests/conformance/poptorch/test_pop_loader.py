@@ -193,6 +193,21 @@ def test_training_from_a_loader_is_eagers(mode: DataLoaderMode) -> None:
     loader.terminate()
 
 
+@pytest.mark.parametrize("mode", MODES, ids=lambda m: m.name)
+@pytest.mark.parametrize(
+    "collate", [None, lambda rows: [torch.stack([a for a, _ in rows]) + 1, torch.stack([b for _, b in rows])]]
+)
+def test_tensors_in_memory_are_what_torch_makes_of_them(mode: DataLoaderMode, collate) -> None:
+    dataset = TensorDataset(*data(10))
+    more = {} if collate is None else {"collate_fn": collate}
+    ours = list(DataLoader(options(2), dataset, batch_size=2, mode=mode, drop_last=False, **more))
+    theirs = list(torch.utils.data.DataLoader(dataset, batch_size=4, **more))
+    assert len(ours) == len(theirs) == 3 and type(ours[0]) is type(theirs[0]) is list
+    if mode != DataLoaderMode.AsyncRebatched or collate is None:
+        for a, b in zip(ours, theirs, strict=True):
+            assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
 def names() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name == "poptorch-loader" and t.is_alive()]
 

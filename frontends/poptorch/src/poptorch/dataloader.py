@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader as TorchLoader
-from torch.utils.data import Dataset, IterableDataset, Sampler
+from torch.utils.data import Dataset, IterableDataset, Sampler, TensorDataset, default_collate
 
 from .accessor import AsynchronousDataAccessor
 from .enums import DataLoaderMode
@@ -16,7 +16,18 @@ from .errors import ArgumentError, Error
 from .options import Options, options_or_error
 
 
-class DataLoader(TorchLoader[Any]):
+class _Loader(TorchLoader[Any]):
+    """torch's. Tensors in memory are indexed a batch at a time, instead of row by row and put together again."""
+
+    def __iter__(self) -> Any:
+        whole = type(self.dataset) is TensorDataset and self.collate_fn is default_collate and not self.num_workers
+        if not whole or self.batch_sampler is None or self.pin_memory:
+            return super().__iter__()
+        tensors = self.dataset.tensors  # type: ignore[attr-defined]
+        return ([t[rows] for t in tensors] for rows in self.batch_sampler)
+
+
+class DataLoader(_Loader):
     def __init__(
         self,
         options: Options,
@@ -66,7 +77,7 @@ class DataLoader(TorchLoader[Any]):
             rebatched = {"rebatched_size": self._combined, "rebatched_drop_last": drop_last}
             more = rebatched if mode == DataLoaderMode.AsyncRebatched else {}
             # A loader of its own: the thread that loads from it keeps this one neither alive nor busy.
-            inner: TorchLoader[Any] = TorchLoader(dataset, num_workers=num_workers, **workers, **kwargs)
+            inner: TorchLoader[Any] = _Loader(dataset, num_workers=num_workers, **workers, **kwargs)
             self._accessor = AsynchronousDataAccessor(inner, **{**more, **(async_options or {})})
 
     def _add_rows(
