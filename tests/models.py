@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tilework
-from tilework.optim import LAMB
+from tilework.optim import LAMB, AdamW, RMSprop
 
 Make = Callable[..., tilework.Step]
 MODELS: dict[str, Make] = {}
@@ -22,6 +22,9 @@ OPTIMIZERS: dict[str, Callable] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=2e-3, weight_decay=0.05, amsgrad=True),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, alpha=0.9, momentum=0.5, centered=True),
     "lamb": lambda p: LAMB(p, lr=5e-3, weight_decay=0.01),
+    "adamw_uncorrected": lambda p: AdamW(p, lr=2e-3, weight_decay=0.05, bias_correction=False),
+    "rmsprop_tf": lambda p: RMSprop(p, lr=1e-3, alpha=0.9, momentum=0.5, weight_decay=0.01, use_tf_variant=True),
+    "lamb_limited": lambda p: LAMB(p, lr=5e-3, weight_decay=0.01, bias_correction=False, max_weight_norm=0.7),
 }
 
 

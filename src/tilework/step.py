@@ -28,7 +28,7 @@ class Step:
     loss     a function or module `loss(output, *targets)`; or the position(s) or name(s) of the loss among the outputs of
              `forward`; or None, if the loss is computed on the host; or "auto": the only scalar that forward returns, or
              the one called loss, or, if there is none, the host.
-    optimizer  None (no updates), a torch optimizer, tilework.optim.LAMB, or a list of several.
+    optimizer  None (no updates), a torch optimizer, one of tilework.optim, or a list of several.
     """
 
     model: nn.Module

@@ -63,6 +63,11 @@ def test_links(page: Path) -> None:
             assert anchor in headings, f"{page.name}: {target}"
 
 
+# The engine's, and what the frontends' own are called.
+ERRORS = {"UserError", "MachineError", "BugError", "RanksError", "_bad", "Error", "ArgumentError", "WrongValue", "StateError",
+          "FrozenError", "UnknownOption", "ConfigFileError"}  # fmt: skip
+
+
 def error_ids() -> set[str]:
     """The first argument of every error that the source raises."""
     found = set()
@@ -72,7 +77,7 @@ def error_ids() -> set[str]:
                 continue
             first = node.args[0]
             name = node.func.id if isinstance(node.func, ast.Name) else node.func.attr  # UserError, tilework.UserError
-            if name in ("UserError", "MachineError", "BugError", "RanksError", "_bad") and isinstance(first, ast.Constant):
+            if name in ERRORS and isinstance(first, ast.Constant) and isinstance(first.value, str):
                 found.add(first.value)
     return found
 

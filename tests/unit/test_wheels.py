@@ -22,7 +22,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-PLACES = {"tilework": ".", "tilework_sambaflow": "frontends/sambaflow"}
+PLACES = {"tilework": ".", "tilework_sambaflow": "frontends/sambaflow", "tilework_poptorch": "frontends/poptorch"}
 pytestmark = pytest.mark.xdist_group("wheels")  # with --dist loadgroup the environment is made once
 
 
@@ -81,7 +81,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
 
 
 def test_what_is_imported_comes_from_the_wheels(installed: Installed) -> None:
-    for module in ("tilework", "sambaflow"):
+    for module in ("tilework", "sambaflow", "poptorch", "popdist", "popart", "poprun"):
         found = Path(installed.python(f"import {module}; print({module}.__file__)"))
         assert found.is_relative_to(installed.environment), found
     path = installed.python("import sys; print('\\n'.join(sys.path))").splitlines()
@@ -133,5 +133,5 @@ def test_the_metadata_is_complete(installed: Installed, name: str) -> None:
     assert metadata["Description-Content-Type"] == "text/markdown" and len(metadata.get_payload()) > 500
     assert len(metadata.get_all("Classifier")) >= 8 and "Typing :: Typed" in metadata.get_all("Classifier")
     assert licence == (ROOT / "LICENSE").read_text()
-    package = "tilework" if name == "tilework" else "sambaflow"
+    package = name.removeprefix("tilework_")
     assert {f"{package}/py.typed", f"{package}/errors.md"} <= set(members)

@@ -24,7 +24,7 @@ def rule_for(optimizer: torch.optim.Optimizer, group: dict[str, Any], keep_momen
         "optimizer-unknown",
         "this optimizer has no update rule in Tilework",
         found=f"{type(optimizer).__module__}.{type(optimizer).__name__}",
-        expected=", ".join(kind.__name__ for kind in RULES) + " (of torch.optim, and tilework.optim.LAMB)",
+        expected=", ".join(dict.fromkeys(kind.__name__ for kind in RULES)) + " (of torch.optim, and those of tilework.optim)",
         fix="use one of these; or compile without an optimizer, read the gradients, and update on the host",
     )
 

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from ..errors import UserError
 from ..optim import LAMB
+from ..optim import AdamW as AdamWithoutCorrection
+from ..optim import RMSprop as RMSpropVariant
 
 Tensors = dict[str, Tensor]
 Update = Callable[[Tensor, Tensor, Tensors, Tensors, Tensor], tuple[Tensor, Tensors]]
@@ -75,6 +77,7 @@ def _adams(p: Tensor, g: Tensor, s: Tensors, h: Tensors, decoupled: bool) -> tup
 
 def _adam(group: dict[str, Any], decoupled: bool) -> Rule:
     sign, amsgrad = -1.0 if group["maximize"] else 1.0, group["amsgrad"]
+    corrected = group.get("bias_correction", True)
     hyper = {
         "lr": group["lr"],
         "beta1": group["betas"][0],
@@ -88,8 +91,10 @@ def _adam(group: dict[str, Any], decoupled: bool) -> Rule:
         new = {"exp_avg": m, "exp_avg_sq": v}
         if amsgrad:
             new["max_exp_avg_sq"] = torch.maximum(s["max_exp_avg_sq"], v)
-        denominator = new.get("max_exp_avg_sq", v).sqrt() / h["sqrt_correction2"] + h["eps"]
-        return p - (m / denominator) * h["step_size"], new
+        root = new.get("max_exp_avg_sq", v).sqrt()
+        if not corrected:
+            return p - (m / (root + h["eps"])) * h["lr"], new
+        return p - (m / (root / h["sqrt_correction2"] + h["eps"])) * h["step_size"], new
 
     state = ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if amsgrad else []))
     return Rule("adamw" if decoupled else "adam", hyper, state, update)
@@ -98,27 +103,30 @@ def _adam(group: dict[str, Any], decoupled: bool) -> Rule:
 def _rmsprop(group: dict[str, Any], keep_momentum: bool) -> Rule:
     with_buffer = group["momentum"] != 0 or keep_momentum
     centered, sign = group["centered"], -1.0 if group["maximize"] else 1.0
+    variant = group.get("use_tf_variant", False)  # of TensorFlow (optim.py)
     hyper = {"lr": group["lr"], "alpha": group["alpha"], "eps": group["eps"], "weight_decay": group["weight_decay"]}
     if with_buffer:
         hyper["momentum"] = group["momentum"]
 
     def update(p: Tensor, g: Tensor, s: Tensors, h: Tensors, t: Tensor) -> tuple[Tensor, Tensors]:
         g = _decayed(g if sign == 1.0 else -g, p, h)
-        square = s["square_avg"] * h["alpha"] + (g * g) * h["1-alpha"]
+        before = torch.where(t == 1, 1.0, s["square_avg"]) if variant else s["square_avg"]
+        square = before * h["alpha"] + (g * g) * h["1-alpha"]
         new = {"square_avg": square}
         if centered:
             new["grad_avg"] = s["grad_avg"] + (g - s["grad_avg"]) * h["1-alpha"]
             square = square - new["grad_avg"] * new["grad_avg"]
-        step = g / (square.sqrt() + h["eps"])
+        step = g * h["lr"] / (square + h["eps"]).sqrt() if variant else g / (square.sqrt() + h["eps"])
         if with_buffer:
             step = new["momentum_buffer"] = s["momentum_buffer"] * h["momentum"] + step
-        return p - step * h["lr"], new
+        return p - (step if variant else step * h["lr"]), new
 
     state = ("square_avg", *(["grad_avg"] if centered else []), *(["momentum_buffer"] if with_buffer else []))
     return Rule("rmsprop", hyper, state, update)
 
 
 def _lamb(group: dict[str, Any]) -> Rule:
+    corrected, most = group.get("bias_correction", True), group.get("max_weight_norm")
     hyper = {
         "lr": group["lr"],
         "beta1": group["betas"][0],
@@ -130,9 +138,14 @@ def _lamb(group: dict[str, Any]) -> Rule:
     def update(p: Tensor, g: Tensor, s: Tensors, h: Tensors, t: Tensor) -> tuple[Tensor, Tensors]:
         m = s["exp_avg"] + (g - s["exp_avg"]) * h["1-beta1"]
         v = s["exp_avg_sq"] * h["beta2"] + (g * g) * h["1-beta2"]
-        direction = (m / h["correction1"]) / (v.sqrt() / h["sqrt_correction2"] + h["eps"])
+        if corrected:
+            direction = (m / h["correction1"]) / (v.sqrt() / h["sqrt_correction2"] + h["eps"])
+        else:
+            direction = m / (v.sqrt() + h["eps"])
         direction = _decayed(direction, p, h)
         p_norm, d_norm = p.square().sum().sqrt(), direction.square().sum().sqrt()
+        if most is not None:
+            p_norm = p_norm.clamp(max=most)
         trust = torch.where((p_norm > 0) & (d_norm > 0), p_norm / d_norm, torch.ones_like(p_norm))
         return p - direction * (trust * h["lr"]), {"exp_avg": m, "exp_avg_sq": v}
 
@@ -278,6 +291,8 @@ def packed(h: Tensors) -> Tensors:
 
 RULES: dict[type, Callable[[dict[str, Any], bool], Rule]] = {
     torch.optim.SGD: _sgd,
+    AdamWithoutCorrection: lambda group, _: _adam(group, decoupled=True),
+    RMSpropVariant: _rmsprop,
     torch.optim.AdamW: lambda group, _: _adam(group, decoupled=True),
     torch.optim.Adam: lambda group, _: _adam(group, decoupled=bool(group.get("decoupled_weight_decay", False))),
     torch.optim.RMSprop: _rmsprop,

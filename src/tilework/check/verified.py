@@ -32,7 +32,7 @@ def compile(
     batch_sizes: Sequence[int] = (),
     infer_batch_sizes: Sequence[int] = (),
     weights: Literal["separate", "inside", "none"] = "separate",
-    cache: Cache | None = None,
+    cache: Cache | str | Path | None = None,
     report: Report = lambda _: None,
     verify: bool = True,
 ) -> Compiled:
@@ -43,6 +43,7 @@ def compile(
     batch_sizes   batch sizes to compile for, each a signature. With [64, 16], a last batch of 16 runs natively too.
     infer_batch_sizes  more batch sizes, for inference only.
     weights       where the initial weights go: "separate" (a file next to the artifact), "inside", or "none".
+    cache         a folder for compiled code; by default the user's own (TILEWORK_CACHE).
     report        called with a line of text for each stage of the compile.
     verify        compare a step with eager PyTorch before the file is written. If native code is wrong, the compiler uses less
                   of it and warns; a wrong artifact is never written. This costs a few eager steps, so turn it off for very
@@ -50,6 +51,7 @@ def compile(
     """
     options = options or Options()
     steps = signatures_of([step] if isinstance(step, Step) else list(step), batch_sizes, infer_batch_sizes)
+    cache = Cache(Path(cache)) if isinstance(cache, (str, Path)) else cache
     judge = (lambda trial: _judge(trial, steps)) if verify and backend_for(options.device).computes else None
     return compile_step(steps, path, options=options, weights=weights, cache=cache, report=report, judge=judge)
 

@@ -29,14 +29,17 @@ def launch(
     environment: Callable[[int], dict[str, str]] = lambda rank: {},
     failed: Callable[[int, int], None] | None = None,
     stops: bool = True,
+    speaks: Callable[[int], bool] = lambda rank: True,
 ) -> int:
     """Runs `num_ranks` copies of the command, and returns the exit code of the one that failed first; 0 where all went well. The
     ranks end with this process, however it ends.
 
-    tag           what lines of output begin with; None: they are passed on as they are.
+    tag           what lines of output begin with; {rank} and {stream} (stdout, stderr) are filled in. None: they are passed on
+                  as they are.
     environment   more variables of a rank.
     failed        called with the rank and its exit code (minus a signal's number) for each that fails, instead of a last line.
-    stops         the others are stopped where one fails; False: they go on, and the highest exit code is returned."""
+    stops         the others are stopped where one fails; False: they go on, and the highest exit code is returned.
+    speaks        whether a rank's output is shown."""
     if num_ranks < 1:
         raise UserError("ranks-launched", "the number of ranks", found=str(num_ranks), expected="1 or more")
     prctl = ctypes.CDLL(None).prctl  # looked up here: a child that has just been forked must not
@@ -56,14 +59,15 @@ def launch(
                 "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
                 **environment(rank),
             }  # fmt: skip
-            pipe = subprocess.PIPE if tag is not None else None
+            pipe = subprocess.DEVNULL if not speaks(rank) else subprocess.PIPE if tag is not None else None
             ranks.append(
                 subprocess.Popen(list(command), env=env, stdout=pipe, stderr=pipe, stdin=subprocess.DEVNULL if rank else None,
                                  preexec_fn=die_with_us)
             )  # fmt: skip
-            if tag is not None:
-                for source, target in ((ranks[-1].stdout, sys.stdout), (ranks[-1].stderr, sys.stderr)):
-                    readers.append(threading.Thread(target=_copy, args=(source, target, tag.format(rank=rank)), daemon=True))
+            if tag is not None and pipe == subprocess.PIPE:
+                for name, source in (("stdout", ranks[-1].stdout), ("stderr", ranks[-1].stderr)):
+                    words = (source, getattr(sys, name), tag.format(rank=rank, stream=name))
+                    readers.append(threading.Thread(target=_copy, args=words, daemon=True))
                     readers[-1].start()
     except OSError as e:
         _stop(ranks, signal.SIGKILL)

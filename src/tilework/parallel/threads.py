@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..errors import UserError
 from .group import TIMEOUT, Group, own_share
+
+if TYPE_CHECKING:
+    from ..runtime.session import Session
 
 
 class _Room:
@@ -95,7 +98,7 @@ class Replicas:
         """settings: as tilework.load takes them."""
         if count < 1:
             raise UserError("ranks-launched", "the number of replicas", found=str(count), expected="1 or more")
-        from ..runtime.session import Session, load
+        from ..runtime.session import load
 
         self._room = _Room(count, timeout)
         self._workers = [ThreadPoolExecutor(1, thread_name_prefix=f"replica-{i}") for i in range(count)]
@@ -136,6 +139,10 @@ class Replicas:
         dim = self.sessions[0].manifest.signature.batch_dim or 0
         shares = [_shares(t, count, num_steps, dim) for t in inputs]
         return self._each(lambda rank: self.sessions[rank].run(*(s[rank] for s in shares), num_steps=num_steps, **settings))
+
+    def each(self, act: Callable[[Session, int], Any]) -> list[Any]:
+        """act(session, rank) in every replica's own thread, all at once; what they return, by rank."""
+        return self._each(lambda rank: act(self.sessions[rank], rank))
 
     def to_device(self, *args: Any, **kwargs: Any) -> None:
         self._each(lambda rank: self.sessions[rank].to_device(*args, **kwargs))

@@ -1,0 +1,120 @@
+"""Which tensor of forward is the loss. It need not be returned: torch's own losses and identity_loss are seen as they are called,
+and the one that no other is made of is where backward begins."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from .errors import Error, WrongValue
+
+_NAMES = (
+    "cross_entropy", "nll_loss", "mse_loss", "l1_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div",
+    "smooth_l1_loss", "huber_loss", "ctc_loss", "poisson_nll_loss", "gaussian_nll_loss", "hinge_embedding_loss",
+    "cosine_embedding_loss", "margin_ranking_loss", "multi_margin_loss", "multilabel_margin_loss", "multilabel_soft_margin_loss",
+    "soft_margin_loss", "triplet_margin_loss", "triplet_margin_with_distance_loss",
+)  # fmt: skip
+LOSSES: frozenset[Any] = frozenset(getattr(F, name) for name in _NAMES)
+# What computes in 16 bits as soon as one of its operands has 16: torch itself would refuse the mixture.
+_MIXED: frozenset[Any] = frozenset({
+    F.linear, F.bilinear, F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d, torch.matmul,
+    torch.mm, torch.bmm, torch.addmm, torch.baddbmm, torch.einsum, Tensor.matmul, Tensor.mm, Tensor.bmm, Tensor.__matmul__,
+    F.layer_norm, F.group_norm, F.batch_norm, F.instance_norm, F.scaled_dot_product_attention,
+})  # fmt: skip
+
+_current = threading.local()
+
+
+class Watching(TorchFunctionMode):
+    """Around the user's forward: losses in the order in which they are made, blocks as they begin, operands of 16 and 32 bits."""
+
+    def __init__(self, observer: Any = None) -> None:
+        super().__init__()
+        self.losses: list[Tensor] = []
+        self.observer = observer  # only in the first look at the model
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _MIXED:
+            args, kwargs = _halved(args, kwargs)
+        result = func(*args, **kwargs)
+        if func in LOSSES:
+            self.losses.append(result)
+        return result
+
+    def __enter__(self) -> Watching:
+        self._before = getattr(_current, "watching", None)
+        _current.watching = self
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        _current.watching = self._before
+
+
+def watching() -> Watching | None:
+    """Not None while a wrapped model's forward is looked at or traced."""
+    return getattr(_current, "watching", None)
+
+
+def _halved(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    given = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and a.is_floating_point()]
+    kinds = {a.dtype for a in given}
+    if kinds != {torch.float16, torch.float32}:
+        return args, kwargs
+
+    def half(a: Any) -> Any:
+        return a.half() if isinstance(a, Tensor) and a.dtype == torch.float32 else a
+
+    return tuple(map(half, args)), {k: half(v) for k, v in kwargs.items()}
+
+
+def identity_loss(x: Tensor, reduction: Any) -> Tensor:
+    """Marks where backward begins, and reduces: "sum", "mean" or "none"."""
+    reduced: dict[Any, Callable[[Tensor], Tensor]] = {"sum": torch.sum, "mean": torch.mean, "none": torch.clone}
+    if reduction not in reduced:
+        raise WrongValue("poptorch-loss", "Unsupported reduction type!", found=repr(reduction), expected="sum, mean or none")
+    result = reduced[reduction](x)
+    if (now := watching()) is not None:
+        now.losses.append(result)
+    return result
+
+
+def final_loss(losses: Sequence[Tensor]) -> int:
+    """The position of the one loss that feeds no other."""
+    able = [i for i, loss in enumerate(losses) if isinstance(loss, Tensor) and loss.grad_fn is not None]
+    if not able:
+        if losses:
+            raise Error("poptorch-loss", "Couldn't find a loss in graph!", found="losses that depend on no parameter that "
+                                                                                 "is trained",
+                        fix="check that forward detaches nothing and that some parameters require a gradient")  # fmt: skip
+        raise Error(
+            "poptorch-loss",
+            "Couldn't find a loss in graph!",
+            expected="one of torch's losses, or poptorch.identity_loss, in forward",
+        )
+    nodes = {losses[i].grad_fn: i for i in able}
+    feeding: set[int] = set()
+    for i in able:
+        stack, seen = [n for n, _ in losses[i].grad_fn.next_functions], set[Any]()  # type: ignore[union-attr]
+        while stack:
+            node = stack.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if nodes.get(node, i) != i:
+                feeding.add(nodes[node])
+            stack += [following for following, _ in node.next_functions]
+    final = [i for i in dict.fromkeys(nodes.values()) if i not in feeding]
+    if len(final) != 1:
+        raise Error("poptorch-loss", "Multiple independent losses found in graph. Graph must have one final loss. Wrap the "
+                                     "final loss in "
+                    "poptorch.identity_loss to mark it.", found=f"{len(final)} losses that feed no other")  # fmt: skip
+    return final[0]

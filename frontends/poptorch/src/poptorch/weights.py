@@ -1,0 +1,202 @@
+"""The host's copy of the weights. After a training call it is old, and it is brought up to date once, when somebody reads it:
+parameters and buffers of a wrapped model have classes that notice."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+from .errors import StateError
+
+_shared: Any = WeakIdKeyDictionary()  # model -> a weak reference to its Shared
+_owners: Any = WeakIdKeyDictionary()  # tensor -> a weak reference to its Shared
+_stale: weakref.WeakSet[Shared] = weakref.WeakSet()  # whose host copy is old
+_KEY = "_poptorch_shared"  # in a wrapped model's dict: weights that were trained are not lost when their executor is dropped
+
+
+class Shared:
+    """What the executors of one model know of each other."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = weakref.ref(model)
+        self.trainer: Any = None  # the training executor
+        self.version = 0  # of the weights, as devices and host have seen them
+        self.is_wrapped = False
+        self.is_stale = False
+        self._busy = False
+
+    def pull(self) -> None:
+        """The host's copy is about to be read."""
+        if self.is_stale and not self._busy and self.trainer is not None:
+            self.trainer.copyWeightsToHost()
+
+    def trained(self) -> None:
+        self.version += 1
+        if not self.is_stale:
+            self.is_stale = True
+            _stale.add(self)
+
+    def is_fresh(self) -> None:
+        self.is_stale = False
+        _stale.discard(self)
+
+    # ---- classes ----
+
+    def wrap(self) -> None:
+        """Tensors that belong to another wrapped model stay that model's."""
+        model = self.model()
+        assert model is not None
+        kind = type(model)
+        if not isinstance(model, _Noticing):
+            model.__class__ = _noticing_module(kind)
+        for t in _tensors(model):
+            if type(t) is nn.Parameter:
+                t.__class__ = PoptorchParameter
+            elif type(t) is Tensor:
+                t.__class__ = PoptorchBuffer
+            else:
+                continue
+            _owners[t] = weakref.ref(self)
+        vars(model)[_KEY] = self
+        self.is_wrapped = True
+
+    def unwrap(self) -> None:
+        model = self.model()
+        if model is not None and self.is_wrapped:
+            if isinstance(model, _Noticing):
+                model.__class__ = type(model)._plain
+            vars(model).pop(_KEY, None)
+            for t in _tensors(model):
+                if (owner := _owners.get(t)) is None or owner() is not self:
+                    continue
+                if type(t) is PoptorchParameter:
+                    t.__class__ = nn.Parameter  # type: ignore[assignment]
+                elif type(t) is PoptorchBuffer:
+                    t.__class__ = Tensor  # type: ignore[assignment]
+                _owners.pop(t, None)
+        self.is_wrapped = False
+
+    @contextlib.contextmanager
+    def plain(self) -> Iterator[None]:
+        """The model as it was before it was wrapped: for the engine, which reads and writes it on purpose."""
+        wrapped, before = self.is_wrapped, self._busy
+        self._busy = True
+        if wrapped:
+            self.unwrap()
+        try:
+            yield
+        finally:
+            if wrapped:
+                self.wrap()
+            self._busy = before
+
+
+def shared(model: nn.Module) -> Shared:
+    found: Shared | None = _shared[model]() if model in _shared else None
+    if found is None:
+        found = Shared(model)
+        _shared[model] = weakref.ref(found)
+    return found
+
+
+def owners(model: nn.Module, own: Shared) -> list[Shared]:
+    """Whose tensors the model has: its own first, then those of wrapped models that it is a part of, or that are parts of it."""
+    found = [own]
+    for t in _tensors(model):
+        owner = ref() if (ref := _owners.get(t)) is not None else None
+        if owner is not None and all(owner is not known for known in found):
+            found.append(owner)
+    return found
+
+
+def require_unwrapped(model: nn.Module) -> None:
+    if shared(model).is_wrapped:
+        raise StateError("poptorch-wrapped", "Model has already been wrapped in 'poptorch.trainingModel'. Call "
+                                             "model.destroy() on the "
+                         "model to unwrap before wrapping again.")  # fmt: skip
+
+
+def _tensors(model: nn.Module) -> list[Tensor]:
+    found = {id(t): t for m in model.modules() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None}
+    return list(found.values())
+
+
+def _read(args: Iterable[Any]) -> None:
+    for leaf in tree_leaves(args):
+        if isinstance(leaf, (PoptorchParameter, PoptorchBuffer)) and (owner := _owners.get(leaf)) is not None:
+            known = owner()
+            if known is not None:
+                known.pull()
+
+
+class PoptorchParameter(nn.Parameter):
+    """A parameter of a wrapped model: reading it brings the host's copy up to date."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _stale:
+            _read((args, kwargs))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(self.detach().clone(memory_format=torch.preserve_format), self.requires_grad)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+
+
+class PoptorchBuffer(Tensor):
+    """A buffer of a wrapped model."""
+
+    __torch_function__ = PoptorchParameter.__dict__["__torch_function__"]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            memo[id(self)] = self.detach().clone(memory_format=torch.preserve_format)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().__reduce_ex__(protocol)
+
+
+class _Noticing:
+    """What the generated class of a wrapped model adds: copies and pickles are of the original class."""
+
+    _plain: type
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        new: Any = self._plain.__new__(self._plain)  # type: ignore[call-overload]
+        memo[id(self)] = new
+        vars(new).update(copy.deepcopy(_own(self), memo))
+        return new
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _made, (self._plain,), _own(self)
+
+
+def _own(model: Any) -> dict[str, Any]:
+    return {k: v for k, v in vars(model).items() if k != _KEY}
+
+
+def _made(kind: Any) -> Any:
+    return kind.__new__(kind)
+
+
+_classes: dict[type, type] = {}
+
+
+def _noticing_module(kind: type) -> type:
+    if kind not in _classes:
+        _classes[kind] = type(f"Poptorch{kind.__name__}", (_Noticing, kind), {"_plain": kind, "__module__": kind.__module__})
+    return _classes[kind]

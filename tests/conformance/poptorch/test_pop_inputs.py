@@ -1,0 +1,338 @@
+"""What models take and return: structures, types, changes in place."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from pop_helpers import Classifier, data, options, same, trained, twin
+from torch import nn
+
+import poptorch
+from poptorch import OutputMode
+
+
+class Pair(NamedTuple):
+    a: torch.Tensor
+    b: torch.Tensor
+
+
+class Run(nn.Module):
+    """A function as a model."""
+
+    def __init__(self, function) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args, **kwargs):
+        return self.function(*args, **kwargs)
+
+
+def infer(function, *args, opts=None, **kwargs):
+    return poptorch.inferenceModel(Run(function), opts or options())(*args, **kwargs)
+
+
+X = torch.arange(6.0).reshape(3, 2)
+OUTPUTS = {
+    "a tensor": lambda x: x + 1,
+    "a tuple": lambda x: (x + 1, x * 2),
+    "a list": lambda x: [x + 1, x * 2],
+    "a dict": lambda x: {"a": x + 1, "b": {"c": x * 2}},
+    "a named tuple": lambda x: Pair(x + 1, x * 2),
+    "deep": lambda x: (x, [x + 1, (x + 2, {"k": x + 3})]),
+    "None inside": lambda x: (x + 1, None, x + 2),
+    "numbers and texts inside": lambda x: (x + 1, 3, "text", [2.5]),
+    "one in a tuple": lambda x: (x + 1,),
+    "the input itself": lambda x: x,
+    "twice the same": lambda x: (x, x),
+}
+
+
+def equal(a, b) -> None:
+    assert type(a) is type(b) or isinstance(a, torch.Tensor)
+    if isinstance(a, torch.Tensor):
+        torch.testing.assert_close(a + 0, b + 0)
+    elif isinstance(a, dict):
+        assert list(a) == list(b)
+        for k in a:
+            equal(a[k], b[k])
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b)
+        for i, j in zip(a, b, strict=True):
+            equal(i, j)
+    else:
+        assert a == b
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_the_structure_of_outputs(name: str) -> None:
+    equal(infer(OUTPUTS[name], X), OUTPUTS[name](X))
+
+
+INPUTS = {
+    "two": (lambda a, b: a - b, (X, X * 2), {}),
+    "by name": (lambda a, b: a - b, (), {"b": X, "a": X * 2}),
+    "mixed": (lambda a, b: a - b, (X,), {"b": X * 3}),
+    "None": (lambda a, mask=None: a if mask is None else a * mask, (X, None), {}),
+    "a default": (lambda a, scale=3.0: a * scale, (X,), {}),
+    "a number": (lambda a, scale: a * scale, (X, 2.5), {}),
+    "a flag": (lambda a, negate: -a if negate else a, (X,), {"negate": True}),
+    "a tuple": (lambda p: p[0] - p[1], ((X, X * 2),), {}),
+    "a dict": (lambda p: p["x"] - p["y"], ({"x": X, "y": X * 2},), {}),
+    "a named tuple": (lambda p: p.a - p.b, (Pair(X, X * 2),), {}),
+    "a list of tuples": (lambda p: p[0][0] + p[1][1], ([(X, X), (X, X * 2)],), {}),
+    "no row after another": (lambda a: a * 2, (X.t().contiguous().t(),), {}),
+    "bool": (lambda a, m: torch.where(m, a, -a), (X, X > 2), {}),
+}
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_the_structure_of_inputs(name: str) -> None:
+    function, args, kwargs = INPUTS[name]
+    equal(infer(function, *args, **kwargs), function(*args, **kwargs))
+
+
+CHANGES = [
+    ((X,), (X, X)),
+    ((X,), ((X,),)),
+    ((X, 2.0), (X, 3.0)),
+    ((X, None), (X, X)),
+    (({"a": X},), ({"b": X},)),
+    ((X,), (torch.zeros(4, 2),)),
+    ((X,), (torch.zeros(3, 3),)),
+    ((X,), (torch.zeros(3, 2, dtype=torch.int32),)),
+    ((X,), (torch.zeros(3, 2, dtype=torch.float16),)),
+]
+
+
+@pytest.mark.parametrize(("first", "second"), CHANGES, ids=range(len(CHANGES)))
+def test_what_may_not_change_after_the_compile(first, second) -> None:
+    executor = poptorch.inferenceModel(
+        Run(lambda *args: X * 2 + 0 * torch.utils._pytree.tree_leaves(args)[0].float().sum()), options()
+    )
+    executor(*first)
+    with pytest.raises(poptorch.Error):
+        executor(*second)
+    executor(*first)
+
+
+def test_the_text_of_a_changed_shape() -> None:
+    executor = poptorch.inferenceModel(Run(lambda x: x * 2), options())
+    executor(torch.zeros(1))
+    with pytest.raises(poptorch.Error, match=r"expected torch\.Size\(\[1\]\) but got torch\.Size\(\[2\]\)"):
+        executor(torch.zeros(2))
+
+
+TYPES = [
+    (torch.int64, torch.int32), (torch.int32, torch.int32), (torch.float64, torch.float32), (torch.float32, torch.float32),
+    (torch.bfloat16, torch.float32), (torch.float16, torch.float16), (torch.bool, torch.bool), (torch.int8, torch.int8),
+    (torch.uint8, torch.uint8), (torch.int16, torch.int16),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "returned"), TYPES, ids=str)
+def test_types(given: torch.dtype, returned: torch.dtype) -> None:
+    x = torch.tensor([0, 1, 1]).to(given)
+    out = infer(lambda t: t.clone(), x)
+    assert out.dtype == returned and torch.equal(out.float(), x.float())
+
+
+def test_coercions_are_logged(capsys) -> None:
+    poptorch.setLogLevel("WARN")
+    infer(lambda t: t + 1, torch.tensor([1, 2]))
+    assert "[warning] Type coerced from Long to Int" in capsys.readouterr().err
+
+
+def test_labels_of_32_bits() -> None:
+    """torch's own loss would refuse them."""
+    model = Classifier()
+    other = twin(model)
+    x, y = data(4)
+    trained(model=model)[0](x, y.int())
+    trained(model=other)[0](x, y)
+    same(model, other)
+
+
+def test_32_and_64_bits_are_the_same_type() -> None:
+    executor, _ = trained()
+    x, y = data(4)
+    a = executor(x, y)
+    assert executor(x.double(), y.int())[0].shape == a[0].shape
+
+
+def test_half_activations_beside_float_weights() -> None:
+    fc, conv = nn.Linear(4, 3), nn.Conv2d(1, 2, 3)
+    x = torch.randn(2, 4)
+    out = poptorch.inferenceModel(fc, options())(x.half())
+    assert out.dtype == torch.float16
+    torch.testing.assert_close(out.float(), fc(x), rtol=1e-2, atol=1e-2)
+    image = torch.randn(1, 1, 5, 5)
+    out = poptorch.inferenceModel(conv, options())(image.half())
+    assert out.dtype == torch.float16
+    torch.testing.assert_close(out.float(), conv(image), rtol=1e-2, atol=1e-2)
+
+
+def test_a_half_model() -> None:
+    fc = nn.Linear(4, 3).half()
+    out = poptorch.inferenceModel(fc, options())(torch.randn(2, 4).half())
+    assert out.dtype == torch.float16
+
+
+@pytest.mark.parametrize("d", [1, 2])
+def test_an_input_that_forward_changes_is_changed(d: int) -> None:
+    def change(x):
+        x += 1
+        return x.sum()
+
+    x = torch.zeros(4, 2)
+    infer(change, x, opts=options(d))
+    assert torch.equal(x, torch.ones(4, 2))
+
+
+@pytest.mark.parametrize(("d", "g", "r"), [(1, 1, 1), (2, 1, 1), (1, 2, 2)])
+def test_an_input_that_forward_changes_in_training(d: int, g: int, r: int) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(2, 1)
+
+        def forward(self, x):
+            x.mul_(2)
+            return poptorch.identity_loss(self.fc(x), "mean")
+
+    x = torch.arange(16.0).reshape(8, 2)
+    executor, _ = trained(options(d, g, r), Net())
+    executor(x)
+    assert torch.equal(x, torch.arange(16.0).reshape(8, 2) * 2)
+    executor.destroy()
+
+
+def test_inputs_are_otherwise_left_alone() -> None:
+    x, y = data(4)
+    before = x.clone()
+    executor, _ = trained()
+    executor(x, y)
+    assert torch.equal(x, before)
+
+
+def test_submodules_from_outside() -> None:
+    """A closure over a module that is no attribute."""
+    fc = nn.Linear(2, 2)
+    equal(infer(lambda x: fc(x), X), fc(X).detach())
+
+
+@pytest.mark.parametrize("how", ["assigned", "deleted"])
+def test_a_buffer_that_forward_replaces(how: str) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(1))
+
+        def forward(self, x):
+            if how == "assigned":
+                self.count = self.count + 1
+            else:
+                del self.count
+            return x
+
+    model = Net()
+    with pytest.raises(poptorch.Error, match="'count' of Net was"):
+        poptorch.inferenceModel(model, options())(X)
+    assert torch.equal(model.count, torch.zeros(1))
+
+
+def test_the_mode_is_that_of_the_first_call() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drop = nn.Dropout(0.5)
+
+        def forward(self, x):
+            return self.drop(x)
+
+    x = torch.ones(100)
+    assert not torch.equal(poptorch.inferenceModel(Net(), options())(x), x)
+    evaluated = Net().eval()
+    executor = poptorch.inferenceModel(evaluated, options())
+    assert torch.equal(executor(x), x)
+    evaluated.train()
+    assert torch.equal(executor(x), x) and evaluated.training
+
+
+def test_compiling_leaves_the_model_as_it_was() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 3))
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    executor = poptorch.inferenceModel(model, options())
+    executor.compile(torch.randn(5, 4))
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items()) and model.training
+    assert all(m.training for m in model.modules())
+
+
+def test_running_on_the_device() -> None:
+    seen = []
+
+    def forward(x):
+        seen.append(poptorch.isRunningOnIpu()) if False else None
+        return x + (1 if poptorch.isRunningOnIpu() else 0)
+
+    assert not poptorch.isRunningOnIpu()
+    equal(infer(forward, X), X + 1)
+    assert not poptorch.isRunningOnIpu()
+
+
+def test_synthetic_data() -> None:
+    executor = poptorch.inferenceModel(Run(lambda x: x.clone()), options().enableSyntheticData(True))
+    a, b = executor(torch.zeros(8)), executor(torch.ones(8))
+    assert torch.equal(a, b) and a.std() > 0
+
+
+def test_floating_point_exceptions() -> None:
+    opts = options()
+    opts.Precision.enableFloatingPointExceptions(True)
+    executor, _ = trained(opts)
+    x, y = data(4)
+    executor(x, y)
+    with pytest.raises(poptorch.Error, match="not a number"):
+        executor(x * float("nan"), y)
+
+
+def test_gradients_can_be_anchored() -> None:
+    opts = options().anchorTensor("grad", "Gradient___fc.weight")
+    model = Classifier()
+    other = twin(model)
+    executor, _ = trained(opts, model)
+    x, y = data(4)
+    executor(x, y)
+    other(x, y)[1].backward()
+    torch.testing.assert_close(executor.getAnchoredTensor("grad"), other.fc.weight.grad)
+    assert {"loss", "Gradient___fc.weight"} <= set(executor.getTensorNames())
+    with pytest.raises(poptorch.Error, match="no anchored tensor 'other'"):
+        executor.getAnchoredTensor("other")
+
+
+def test_outputs_without_a_batch() -> None:
+    """Their first dimension is concatenated like any other."""
+    out = infer(lambda x: torch.stack([x.sum(), x.mean()]), torch.arange(8.0), opts=options(2, mode=OutputMode.All))
+    assert out.tolist() == [6.0, 1.5, 22.0, 5.5]
+
+
+def test_a_model_that_cannot_be_compiled_says_where() -> None:
+    def forward(x):
+        return x * 2 if x.sum() > 3 else x
+
+    with pytest.raises(poptorch.Error, match=r"test_pop_inputs.py"):
+        infer(forward, X)
+
+
+def test_a_model_that_fails_says_what() -> None:
+    with pytest.raises(RuntimeError, match="shape"):
+        poptorch.inferenceModel(nn.Linear(3, 3), options())(torch.zeros(2, 2))
+
+
+def test_the_progress_bar(capsys) -> None:
+    poptorch.inferenceModel(nn.Linear(2, 2), options().showCompilationProgressBar(True))(X)
+    err = capsys.readouterr().err
+    assert "Graph compilation: 100%" in err and "100/100 [" in err
+    poptorch.inferenceModel(nn.Linear(2, 2), options())(X)
+    assert "Graph compilation" not in capsys.readouterr().err

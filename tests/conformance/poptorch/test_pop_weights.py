@@ -1,0 +1,390 @@
+"""The device's copy of the weights and the host's: who sees what, and how often something is copied."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from pop_helpers import Classifier, data, options, same, trained
+from torch import nn
+
+import poptorch
+
+X, Y = data(4)
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """How often weights came to the host."""
+    calls = []
+    real = poptorch.PoplarExecutor.copyWeightsToHost
+    monkeypatch.setattr(poptorch.PoplarExecutor, "copyWeightsToHost", lambda self: (calls.append(self), real(self))[1])
+    return calls
+
+
+READS = {
+    "a parameter": lambda m: m.fc.weight + 0,
+    "its data": lambda m: m.fc.weight.data,
+    "numpy": lambda m: m.fc.weight.detach().numpy(),
+    "printing": lambda m: repr(m.fc.weight),
+    "state_dict": lambda m: m.state_dict(),
+    "parameters": lambda m: [p.sum() for p in m.parameters()],
+    "a list of them": lambda m: torch.cat([m.fc.weight.flatten(), m.fc.bias]),
+    "a call on the host": lambda m: m(X),
+    "a copy": lambda m: copy.deepcopy(m),
+    "an item": lambda m: m.fc.bias[0].item(),
+    "as a list": lambda m: m.fc.bias.tolist(),
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_reading_copies_once(counted, read) -> None:
+    executor, model = trained()
+    executor(X, Y)
+    assert len(counted) == 0
+    read(model)
+    assert len(counted) == 1
+    read(model)
+    assert len(counted) == 1
+    executor(X, Y)
+    executor(X, Y)
+    assert len(counted) == 1
+    read(model)
+    assert len(counted) == 2
+
+
+def test_reading_before_any_call_copies_nothing(counted) -> None:
+    executor, model = trained()
+    model.state_dict()
+    executor.compile(X, Y)
+    model.state_dict()
+    assert counted == []
+
+
+def test_what_is_read_is_new() -> None:
+    executor, model = trained()
+    before = model.fc.weight.detach().clone()
+    executor(X, Y)
+    assert not torch.equal(model.fc.weight, before)
+
+
+def test_buffers_as_well(counted) -> None:
+    class Counting(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x, labels=None):
+            self.calls += 1
+            return super().forward(x, labels)
+
+    executor, model = trained(options(3), Counting())
+    executor(*data(6))
+    assert model.calls.item() == 3 and len(counted) == 1
+
+
+def test_the_state_dict_is_plain(tmp_path) -> None:
+    executor, model = trained()
+    executor(X, Y)
+    torch.save(model.state_dict(), tmp_path / "m.pt")
+    found = torch.load(tmp_path / "m.pt", weights_only=True)
+    assert all(type(t) is torch.Tensor for t in found.values())
+    plain = Classifier()
+    plain.load_state_dict(found)
+    same(model, plain)
+    same_by_executor = executor.state_dict()
+    assert torch.equal(same_by_executor["fc.weight"], found["fc.weight"])
+
+
+@pytest.mark.parametrize("act", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+def test_copies_are_of_the_original_class(act) -> None:
+    executor, model = trained()
+    executor(X, Y)
+    other = act(model)
+    assert type(other) is Classifier and type(other.fc.weight) is nn.Parameter
+    same(model, other)
+
+
+def test_classes_while_wrapped_and_after() -> None:
+    executor, model = trained()
+    assert type(model).__name__ == "PoptorchClassifier" and isinstance(model, Classifier)
+    assert type(model.fc.weight) is not nn.Parameter and isinstance(model.fc.weight, nn.Parameter)
+    executor(X, Y)
+    executor.destroy()
+    assert type(model) is Classifier and type(model.fc.weight) is nn.Parameter
+
+
+def test_wrapping_twice() -> None:
+    executor, model = trained()
+    with pytest.raises(RuntimeError, match="already been wrapped"):
+        poptorch.trainingModel(model, options())
+    executor.destroy()
+    poptorch.trainingModel(model, options())(X, Y)
+
+
+def test_destroy_brings_the_weights_back() -> None:
+    executor, model = trained()
+    before = model.fc.weight.detach().clone()
+    executor(X, Y)
+    executor.destroy()
+    assert not torch.equal(model.fc.weight, before) and not executor.isCompiled() and not executor.isAttachedToDevice()
+
+
+def test_destroy_lets_other_shapes_in() -> None:
+    executor, _model = trained()
+    executor(*data(4))
+    executor.destroy()
+    assert executor(*data(6))[0].shape == (6, 3)
+
+
+def test_a_host_edit_needs_copyWeightsToDevice() -> None:
+    executor, model = trained()
+    executor(X, Y)
+    with torch.no_grad():
+        model.fc.weight.zero_()
+        model.fc.bias.zero_()
+    _, loss = executor(X, Y)
+    assert loss.item() != pytest.approx(torch.tensor(3.0).log().item())
+    with torch.no_grad():
+        model.fc.weight.zero_()
+        model.fc.bias.zero_()
+    executor.copyWeightsToDevice()
+    _, loss = executor(X, Y)
+    assert loss.item() == pytest.approx(torch.tensor(3.0).log().item())
+
+
+def test_load_state_dict_of_the_executor_uploads() -> None:
+    executor, _model = trained()
+    executor(X, Y)
+    executor.load_state_dict({"fc.weight": torch.zeros(3, 4), "fc.bias": torch.zeros(3)})
+    _, loss = executor(X, Y)
+    assert loss.item() == pytest.approx(torch.tensor(3.0).log().item())
+
+
+def test_inference_sees_the_trained_weights(counted) -> None:
+    executor, model = trained()
+    inference = poptorch.inferenceModel(model, options())
+    before = inference(X)
+    for _ in range(3):
+        executor(X, Y)
+    after = inference(X)
+    assert len(counted) == 1 and not torch.equal(before, after)
+    inference(X)
+    assert len(counted) == 1
+    torch.testing.assert_close(after, model.fc(X))
+    executor(X, Y)
+    assert not torch.equal(inference(X), after)
+
+
+def test_training_goes_on_after_inference() -> None:
+    """Uploads to the second executor do not disturb the first."""
+    executor, model = trained()
+    alone, other = trained(model=copy.deepcopy(model))
+    inference = poptorch.inferenceModel(model, options())
+    for _ in range(3):
+        executor(X, Y)
+        alone(X, Y)
+        inference(X)
+    same(model, other)
+
+
+def test_attach_and_detach() -> None:
+    executor, _model = trained()
+    assert not executor.isAttachedToDevice() and not executor.isCompiled()
+    with pytest.raises(poptorch.Error, match="before the model is compiled"):
+        executor.attachToDevice()
+    executor.compile(X, Y)
+    assert executor.isAttachedToDevice() and executor.isCompiled() and executor._executable
+    with pytest.raises(poptorch.Error, match="Device is already attached"):
+        executor.attachToDevice()
+    executor.detachFromDevice()
+    assert not executor.isAttachedToDevice()
+    with pytest.raises(poptorch.Error, match="Device is not attached"):
+        executor.detachFromDevice()
+    with pytest.raises(poptorch.Error, match="Device is not attached"):
+        executor.copyWeightsToHost()
+    executor.attachToDevice()
+    executor(X, Y)
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_state_survives_a_detach(by_hand: bool) -> None:
+    def adam(m):
+        return poptorch.optim.Adam(m.parameters(), lr=0.1)
+
+    model = Classifier()
+    other = copy.deepcopy(model)
+    executor, _ = trained(model=model, optimizer=adam(model))
+    alone, _ = trained(model=other, optimizer=adam(other))
+    for _ in range(3):
+        executor(X, Y)
+        alone(X, Y)
+        executor.detachFromDevice()
+        if by_hand:
+            executor.attachToDevice()
+    same(model, other)
+
+
+def test_compile_changes_nothing() -> None:
+    executor, model = trained()
+    before = copy.deepcopy(model.state_dict())
+    executor.compile(X, Y)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def test_a_second_compile_is_only_a_warning(capsys) -> None:
+    poptorch.setLogLevel("WARN")
+    executor, _ = trained()
+    executor.compile(X, Y)
+    executor.compile(X, Y)
+    assert "already compiled" in capsys.readouterr().err
+
+
+def test_named_buffers() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.ones(()))
+
+        def forward(self, x):
+            return x * self.scale
+
+    model = Scaled()
+    executor = poptorch.inferenceModel(model, options().updatableNamedBuffers(["scale"]))
+    assert torch.equal(executor(X), X)
+    model.scale.fill_(3.0)
+    assert torch.equal(executor(X), X)
+    executor.copyNamedBuffersToDevice()
+    assert torch.equal(executor(X), X * 3)
+
+
+def test_named_buffers_need_names() -> None:
+    executor, _ = trained()
+    executor(X, Y)
+    with pytest.raises(poptorch.Error, match="names of buffers"):
+        executor.copyNamedBuffersToDevice()
+
+
+def test_the_model_and_its_attributes_are_reached_through_the_executor() -> None:
+    executor, model = trained()
+    assert executor.model is model and executor.fc is model.fc
+    assert [n for n, _ in executor.named_parameters()] == ["fc.weight", "fc.bias"]
+    with pytest.raises(AttributeError):
+        _ = executor.nothing
+
+
+@pytest.mark.parametrize("wrong", [None, 3, lambda x: x])
+def test_something_else_than_a_model(wrong) -> None:
+    with pytest.raises(poptorch.Error, match="not a model"):
+        poptorch.inferenceModel(wrong, options())
+
+
+def test_random_numbers_go_on_from_a_saved_state() -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drop = nn.Dropout(0.5)
+
+        def forward(self, x):
+            return self.drop(x)
+
+    executor = poptorch.inferenceModel(Noisy(), options().randomSeed(3))
+    one = executor(torch.ones(64))
+    state = executor.rng_state
+    two = executor(torch.ones(64))
+    assert not torch.equal(one, two)
+    executor.rng_state = state
+    assert torch.equal(executor(torch.ones(64)), two)
+    again = poptorch.inferenceModel(Noisy(), options().randomSeed(3))
+    assert torch.equal(again(torch.ones(64)), one)
+
+
+def test_compile_only() -> None:
+    executor, _ = trained(options().useOfflineIpuTarget())
+    executor.compile(X, Y)
+    assert executor.isCompiled() and not executor.isAttachedToDevice()
+    with pytest.raises(AssertionError, match="offline"):
+        executor(X, Y)
+
+
+def test_times() -> None:
+    executor, _ = trained()
+    with pytest.raises(poptorch.Error):
+        executor.getLatency()
+    executor(X, Y)
+    executor(X, Y)
+    low, high, mean = executor.getLatency()
+    assert 0 < low <= mean <= high and executor.compilationTime() > 0
+    counters = executor.getPerfCounters()
+    assert set(counters) == {"input", "input_complete", "output", "output_complete"} and len(counters["output"]) == 2
+
+
+def test_weights_are_not_lost_with_the_executor() -> None:
+    """Programs keep only the model; and nothing keeps the model alive."""
+    import gc
+    import weakref
+
+    executor, model = trained()
+    before = model.fc.weight.detach().clone()
+    executor(X, Y)
+    del executor
+    assert not torch.equal(model.fc.weight, before)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+class WithLoss(nn.Module):
+    """What many programs wrap for training: the network and its loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x, y):
+        out = self.model(x)
+        return out, nn.functional.cross_entropy(out, y)
+
+
+def test_inference_of_a_part_of_what_is_trained(counted) -> None:
+    network = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    executor = poptorch.trainingModel(WithLoss(network), options(), torch.optim.SGD(network.parameters(), lr=0.1))
+    executor(X, Y)
+    network.eval()
+    inference = poptorch.inferenceModel(network, options())
+    first = inference(X)
+    torch.testing.assert_close(first + 0, network(X).detach())
+    assert len(counted) == 1
+    executor(X, Y)
+    second = inference(X)
+    assert len(counted) == 2 and not torch.equal(first, second)
+    torch.testing.assert_close(second + 0, network(X).detach())
+    executor.destroy()
+    torch.testing.assert_close(inference(X) + 0, second + 0)
+
+
+def test_training_of_a_part_of_what_infers() -> None:
+    network = Classifier()
+    inference = poptorch.inferenceModel(WithLoss(network), options())
+    before = inference(X, Y)[0]
+    executor, _ = trained(model=network)
+    executor(X, Y)
+    after = inference(X, Y)[0]
+    assert not torch.equal(before, after)
+    torch.testing.assert_close(after + 0, network(X).detach())
+
+
+def test_two_models_that_share_a_part() -> None:
+    """Each wraps the other's part in turn, as a program with two losses does."""
+    network = Classifier()
+    one, two = WithLoss(network), WithLoss(network)
+    first = poptorch.trainingModel(one, options(), torch.optim.SGD(network.parameters(), lr=0.1))
+    first(X, Y)
+    second = poptorch.trainingModel(two, options(), torch.optim.SGD(network.parameters(), lr=0.1))
+    loss = second(X, Y)[1]
+    first.destroy()
+    second.destroy()
+    assert loss.isfinite() and type(network.fc.weight) is nn.Parameter and type(one) is type(two) is WithLoss
