@@ -1,4 +1,4 @@
-# make setup | demo | test | test-full | coverage | bench | bench-smoke | docs | lint | wheel | clean
+# make setup | demo | test | test-gpu-code | test-full | coverage | bench | bench-smoke | docs | lint | wheel | clean
 # `make demo ARGS="--data-path DIR"` trains on the full MNIST files; `make demo ARGS=--download` fetches them first.
 # `make bench ARGS="--rows lenet-1 --rounds 5"` measures some rows; bench/README.md has the rest.
 
@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 FRONTENDS := $(patsubst %/pyproject.toml,./%,$(wildcard frontends/*/pyproject.toml))
 
-.PHONY: setup demo test test-full coverage bench bench-smoke docs lint wheel clean
+.PHONY: setup demo test test-gpu-code test-full coverage bench bench-smoke docs lint wheel clean
 
 setup: $(VENV)/.ready
 
@@ -33,6 +33,15 @@ lint: setup
 
 test: lint
 	@$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+# What is generated for GPUs, run thread by thread on the host: needs Triton, and no GPU.
+$(VENV)/.gpu-ready: $(VENV)/.ready requirements-gpu.lock
+	@echo "installing what compiles for GPUs"
+	@$(BIN)/pip install -q --disable-pip-version-check --no-deps --upgrade --target $(VENV)/gpu -r requirements-gpu.lock
+	@touch $@
+
+test-gpu-code: $(VENV)/.gpu-ready
+	@PYTHONPATH=$(VENV)/gpu $(BIN)/python -m pytest tests/gpu -n 2 $(ARGS)
 
 test-full: lint
 	@$(BIN)/python scripts/test_full.py $(ARGS)

@@ -4,8 +4,9 @@
     python -m bench.gpu --rows gpt2,resnet50 --peers eager,compile
     python -m bench.gpu --help
 
-Writes out/gpu.json (versions, date, every time) and out/gpu.md (the table). Contenders of a row run in processes of their own, one
-after the other; a time is the median of several runs of many steps, measured on the GPU's own clock where the contender has one stream.
+Writes out/gpu.json (versions, date, every time) and out/gpu.md (the table). Contenders of a row run in processes of their own,
+one after the other; a time is the median of several runs of many steps, measured on the GPU's own clock where the contender has
+one stream.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def _logits_class() -> Any:
     return Logits
 
 
-def Logits(inner: Any) -> Any:  # noqa: N802  (a class that needs torch)
+def Logits(inner: Any) -> Any:
     return _logits_class()(inner)
 
 
@@ -177,8 +178,11 @@ def tilework_large(row: str) -> dict[str, Any]:
     path = Path("out") / "gpu" / f"{row}.pef"
     path.parent.mkdir(parents=True, exist_ok=True)
     begin = time.perf_counter()
-    tilework.compile(step, path, options=tilework.Options(device="cuda", programs="fused"), verify=False,
-                     report=lambda text: print(f"  {time.perf_counter() - begin:5.1f} {text}", file=sys.stderr, flush=True))  # fmt: skip
+
+    def report(text: str) -> None:
+        print(f"  {time.perf_counter() - begin:5.1f} {text}", file=sys.stderr, flush=True)
+
+    tilework.compile(step, path, options=tilework.Options(device="cuda", programs="fused"), verify=False, report=report)
     compile_s = time.perf_counter() - begin
     begin = time.perf_counter()
     session = tilework.load(path)
@@ -188,7 +192,8 @@ def tilework_large(row: str) -> dict[str, Any]:
     first_s = time.perf_counter() - begin
     times = timed(lambda n: [session.run(*given, outputs="loss") for _ in range(n)] and None, 10, 4)
     profile = {}
-    from torch.profiler import ProfilerActivity, profile as profiling
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiling
 
     with profiling(activities=[ProfilerActivity.CUDA]) as seen:
         session.run(*given, outputs="loss")

@@ -34,7 +34,7 @@ def _library() -> ctypes.CDLL:
     library.cuModuleUnload.argtypes = [c_void_p]
     library.cuMemcpyDtoDAsync_v2.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, c_void_p]
     library.cuFuncSetAttribute.argtypes = [c_void_p, c_int, c_int]
-    launch = [c_void_p, *[c_uint] * 7, c_void_p, c_void_p]
+    launch: Any = [c_void_p, *[c_uint] * 7, c_void_p, c_void_p]
     library.cuLaunchKernel.argtypes = [*launch, c_void_p]
     library.cuLaunchCooperativeKernel.argtypes = launch
     return library

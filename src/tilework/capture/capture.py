@@ -192,8 +192,8 @@ class _Capture:
     # ---- the parts ----
 
     def _looked_at(self) -> Probe:
-        """What a real run shows. Where the examples are only shapes and there are many rows, some of them are enough; unless Python
-        reads values, which may be of as many rows as there are."""
+        """What a real run shows. Where the examples are only shapes and there are many rows, some of them are enough; unless
+        Python reads values, which may be of as many rows as there are."""
         self.few: list[Tensor] | None = None
         few = few_rows(self.step, self.flat)
         if few is not None:

@@ -173,7 +173,10 @@ class Translation:
                 return op(*args, **kwargs)
 
             with self.mode:  # fresh tensors: copies of one operator's results have the same, and the trace tells by identity
-                fresh = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in (flat[i].meta["val"] for i in where)]
+                fresh = [
+                    torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device)
+                    for v in (flat[i].meta["val"] for i in where)
+                ]
                 self.known[key] = make_fx(call, decomposition_table=self.simpler)(*fresh)
         return self._copied(self.known[key].graph, iter(flat[i] for i in where))
 

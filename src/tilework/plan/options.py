@@ -52,7 +52,9 @@ class Options:
         here = platform.machine()
         isas = known_isas(here, self.device)
         if self.isa not in isas:
-            problems.append(f"isa: found {self.isa!r}; known {'of GPUs' if self.device == 'cuda' else f'on {here}'}: {', '.join(isas)}")
+            problems.append(
+                f"isa: found {self.isa!r}; known {'of GPUs' if self.device == 'cuda' else f'on {here}'}: {', '.join(isas)}"
+            )
         if self.tf32 and self.device != "cuda":
             problems.append("tf32: only GPUs have it; found device " + repr(self.device))
         if self.opt_level not in (0, 1, 2, 3):

@@ -183,7 +183,9 @@ class InputPlan:
         for value, argument, (dtype, whole), shared in zip(leaves, self.expected, self.types, self.shared, strict=True):
             if value.device.type not in self._places or value.layout != torch.strided:
                 places = " or ".join(self._places)
-                problems.append(f"{argument.name}: is on {value.device} ({value.layout}), expected a dense tensor on the {places}")
+                problems.append(
+                    f"{argument.name}: is on {value.device} ({value.layout}), expected a dense tensor on the {places}"
+                )
                 continue
             if value.dtype != dtype and (converted := _cast(argument.name, value.detach(), dtype, self._told)) is not None:
                 value = converted

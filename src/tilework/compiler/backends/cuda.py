@@ -1,5 +1,5 @@
-"""cuda: every program becomes a list of launches, of kernels that Triton compiles and of calls of torch's library; small training steps
-also a kernel that runs a whole loop. No GPU is needed for it; where there is one, kernels are timed."""
+"""cuda: every program becomes a list of launches, of kernels that Triton compiles and of calls of torch's library; small training
+steps also a kernel that runs a whole loop. No GPU is needed for it; where there is one, kernels are timed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from ...artifact import operators, random
 from ...artifact.graph import Graph
-from ...errors import BugError
+from ...errors import BugError, MachineError
 from ...plan.options import Options
 from ...plan.plan import Plan
 from .. import inductor_fixes, lowerings, to_fx
@@ -42,6 +42,10 @@ class CudaBackend:
         from ..cuda import target as targets
 
         targets.require_toolchain()
+        if torch.version.cuda is None:
+            raise MachineError("cuda-toolchain", "compiling for a GPU needs a build of torch with CUDA; a GPU it does not need",
+                               found=f"torch {torch.__version__}", fix="install torch from its own index for CUDA, or compile "
+                               "where there is a GPU")  # fmt: skip
         target = targets.target_for(plan.options.isa)
         cache = cache or Cache()
         common = self._common(plan.options, target)
@@ -88,7 +92,8 @@ def _program(graph: Graph, plan: Plan, target: Any, report: Report) -> tuple[dic
     except BugError:
         raise
     except Exception as e:
-        raise BugError("compile-inductor", f"program {graph.name} could not be compiled for a GPU: {type(e).__name__}: {str(e)[:500]}",
+        raise BugError("compile-inductor", f"program {graph.name} could not be compiled for a GPU",
+                       found=f"{type(e).__name__}: {str(e)[:500]}",
                        fix="compile with --device cpu or reference to go on, and report this") from e  # fmt: skip
     ways = kernels.compiled(made.kernels, target, num_workers(), every_way=target.present)
     chosen, timed = tuning.choose(made, ways) if target.present else ({n: w[0] for n, w in ways.items()}, {})

@@ -1,5 +1,5 @@
-"""Attention. Graphs are captured on the host, whose fused operator they name; here it is the GPU's, or its formula where there is none
-(float32, a mask, an odd head size). Both keep the same two results: the output, and the logarithm of each row's sum."""
+"""Attention. Graphs are captured on the host, whose fused operator they name; here it is the GPU's, or its formula where there is
+none (float32, a mask, an odd head size). Both keep the same two results: the output, and the logarithm of each row's sum."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..to_fx import Translation
+from ..to_fx import Otherwise, Translation
 
 aten = torch.ops.aten
 
@@ -63,8 +63,8 @@ def _backward(t: Translation, grad: Any, q: Any, k: Any, v: Any, out: Any, row: 
               attn_mask: Any = None, scale: float | None = None) -> Any:  # fmt: skip
     if row in t.kept and attn_mask is not None:
         bias, whole, seed, offset = t.kept[row]
-        made = t.emit(aten._scaled_dot_product_efficient_attention_backward.default, grad, q, k, v, bias, out, whole, seed, offset,
-                      0.0, [True, True, True, False], causal, scale=scale)  # fmt: skip
+        made = t.emit(aten._scaled_dot_product_efficient_attention_backward.default, grad, q, k, v, bias, out, whole, seed,
+                      offset, 0.0, [True, True, True, False], causal, scale=scale)  # fmt: skip
         return made[:3]
     if row in t.kept:
         _, _, cum_q, cum_k, max_q, max_k, seed, unused, *_ = t.kept[row]
@@ -93,7 +93,7 @@ def _scores(q: torch.Tensor, k: torch.Tensor, scale: float, causal: bool, mask: 
     return scores
 
 
-WRITTEN = {
+WRITTEN: dict[str, Otherwise] = {
     "aten._scaled_dot_product_flash_attention_for_cpu.default": _forward,
     "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": _backward,
 }

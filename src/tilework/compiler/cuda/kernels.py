@@ -1,5 +1,5 @@
-"""Triton source -> machine code. Inductor proposes several ways to run a kernel; on a machine that has the GPU they are timed, and
-elsewhere the first is taken."""
+"""Triton source -> machine code. Inductor proposes several ways to run a kernel; on a machine that has the GPU they are timed,
+and elsewhere the first is taken."""
 
 from __future__ import annotations
 

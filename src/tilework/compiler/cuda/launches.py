@@ -1,7 +1,8 @@
 """Graph -> what is launched, in order: kernels that Inductor has written, and calls of torch's library between them.
 
 Inductor's output for a GPU is a Python function. It is run here once, on tensors that have shapes and no memory, and every launch
-and every call is written down. What a session carries out is that list: it has no Python of the model's and no code of Inductor's."""
+and every call is written down. What a session carries out is that list: it has no Python of the model's and no code of
+Inductor's."""
 
 from __future__ import annotations
 
@@ -122,7 +123,7 @@ def _wrapper(module: torch.fx.GraphModule, mode: FakeTensorMode, target: Target)
             code = lowering.codegen()[0]
     if lowering.constants:
         raise BugError("compile-constants", f"the generated code has constants of its own: {list(lowering.constants)[:3]}")
-    return code.value if hasattr(code, "value") else code
+    return str(getattr(code, "value", code))
 
 
 _STREAM = re.compile(r"^(?:from torch\._C import _cuda_getCurrentRawStream as get_raw_stream|get_raw_stream = .*)$", re.M)
@@ -214,7 +215,7 @@ class _Recorder(TorchDispatchMode):
         place = self.places.get(tensor.untyped_storage()._cdata)
         if place is None:
             raise BugError("compile-launches", f"a launch takes a tensor that nothing has made: {tuple(tensor.shape)}")
-        return View(place, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+        return View(place, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
     def _encoded(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):

@@ -27,11 +27,9 @@ def max_pool(x: Any, shape: Sequence[int], kernel: Sequence[int], stride: Sequen
     return Pointwise.create(device=x.get_device(), dtype=x.get_dtype(), inner_fn=inner, ranges=list(shape))
 
 
-def max_pool_grad(
-    grad: Any, x: Any, pooled: Any, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int]
-) -> Any:
-    """Windows do not overlap, so each element has at most one. It gets the gradient if it is the one that torch chooses: the first
-    of the largest, or the last that is not a number."""
+def max_pool_grad(grad: Any, x: Any, pooled: Any, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int]) -> Any:
+    """Windows do not overlap, so each element has at most one. It gets the gradient if it is the one that torch chooses: the
+    first of the largest, or the last that is not a number."""
     from torch._inductor.ir import Pointwise
     from torch._inductor.virtualized import ops
     from torch.utils._sympy.functions import FloorDiv
@@ -56,8 +54,13 @@ def max_pool_grad(
                 best, chosen = ops.where(better, value, best), ops.where(better, number, chosen)
         mine = (i + padding[0] - row * stride[0]) * kernel[1] + j + padding[1] - column * stride[1]
         here = ops.eq(chosen, ops.index_expr(mine, torch.int32))
-        for position, step, size, end in ((i + padding[0], stride[0], kernel[0], height), (j + padding[1], stride[1], kernel[1], width)):
-            within = ops.lt(ops.index_expr(position - FloorDiv(position, step) * step, torch.int32), ops.constant(size, torch.int32))
+        for position, step, size, end in (
+            (i + padding[0], stride[0], kernel[0], height),
+            (j + padding[1], stride[1], kernel[1], width),
+        ):
+            within = ops.lt(
+                ops.index_expr(position - FloorDiv(position, step) * step, torch.int32), ops.constant(size, torch.int32)
+            )
             here = ops.logical_and(here, within)
             before = ops.lt(ops.index_expr(FloorDiv(position, step), torch.int32), ops.constant(end, torch.int32))
             here = ops.logical_and(here, before)

@@ -1,5 +1,5 @@
-"""The GPU that code is made for: the one of this machine, or one that is named. Code is generated without asking a driver, so that
-a machine without a GPU makes the same code, only untimed."""
+"""The GPU that code is made for: the one of this machine, or one that is named. Code is generated without asking a driver, so
+that a machine without a GPU makes the same code, only untimed."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def here() -> Target | None:
     elsewhere: faster, and the same code on every machine."""
     if not torch.cuda.is_available():
         return None
-    p = torch.cuda.get_device_properties(0)
+    p: Any = torch.cuda.get_device_properties(0)
     return Target(f"sm_{p.major}{p.minor}", p.multi_processor_count, p.regs_per_multiprocessor,
                   p.max_threads_per_multi_processor, p.shared_memory_per_block_optin,
                   present=os.environ.get("TILEWORK_TIME_KERNELS", "1") != "0")  # fmt: skip
@@ -101,9 +101,9 @@ def assumed(target: Target) -> Iterator[None]:
         warp_size=32, shared_memory_per_block_optin=target.shared_bytes, shared_memory_per_block=49152, total_memory=1 << 36,
         L2_cache_size=50 << 20, gcnArchName="",
     )  # fmt: skip
-    known = DeviceProperties(type="cuda", index=0, multi_processor_count=target.num_multiprocessors, cc=target.number, major=major,
-                             regs_per_multiprocessor=target.registers, max_threads_per_multi_processor=target.threads,
-                             warp_size=32)  # fmt: skip
+    known = DeviceProperties(type="cuda", index=0, multi_processor_count=target.num_multiprocessors, cc=target.number,
+                             major=major, regs_per_multiprocessor=target.registers,
+                             max_threads_per_multi_processor=target.threads, warp_size=32)  # fmt: skip
     asked: dict[str, Any] = {
         "get_device_properties": lambda *_: properties,
         "get_device_capability": lambda *_: (major, minor),
@@ -113,11 +113,14 @@ def assumed(target: Target) -> Iterator[None]:
     }
     if not torch.cuda.is_available() and hasattr(torch._C, "_ensureCUDADeviceGuardSet"):
         torch._C._ensureCUDADeviceGuardSet()
-    with _lock, mock.patch.multiple(torch.cuda, **asked), mock.patch.object(
-        DeviceProperties, "create", classmethod(lambda cls, device: known)
-    ), mock.patch.object(fake_tensor, "init_gpu_context", lambda *_: None), mock.patch.object(
-        triton_helpers, "set_driver_to_gpu", lambda: None
-    ), mock.patch.dict(interface.caching_worker_device_properties, {"cuda": [properties]}):
+    with (
+        _lock,
+        mock.patch.multiple(torch.cuda, **asked),
+        mock.patch.object(DeviceProperties, "create", classmethod(lambda cls, device: known)),
+        mock.patch.object(fake_tensor, "init_gpu_context", lambda *_: None),
+        mock.patch.object(triton_helpers, "set_driver_to_gpu", lambda: None),
+        mock.patch.dict(interface.caching_worker_device_properties, {"cuda": [properties]}),
+    ):
         driver = triton.runtime.driver
         before = driver._active
         driver.set_active(_Driver(target.number))
@@ -172,4 +175,3 @@ class _Driver:
 
     def get_device_interface(self) -> Any:
         return torch.cuda
-

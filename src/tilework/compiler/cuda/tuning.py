@@ -1,5 +1,5 @@
-"""Which way of running a kernel is the fastest on this machine's GPU: each is timed on memory of its own, on the stream and with the
-clock of the GPU itself."""
+"""Which way of running a kernel is the fastest on this machine's GPU: each is timed on memory of its own, on the stream and with
+the clock of the GPU itself."""
 
 from __future__ import annotations
 
@@ -77,7 +77,14 @@ def time_loop(code: bytes, name: str, emitted: Any, graph: Graph) -> float:
     places = torch.tensor([v for b in emitted.buffers for v in (memory[b].data_ptr(), 0)], dtype=torch.int64, device="cuda")
     scratch = torch.zeros(max(64, emitted.scratch), dtype=torch.uint8, device="cuda")
     wrong = torch.zeros(1, dtype=torch.int32, device="cuda")
-    args = [("*i64", places.data_ptr()), ("*u8", scratch.data_ptr()), ("*u32", wrong.data_ptr()), ("i64", steps), ("u64", 0), ("u64", 0)]
+    args = [
+        ("*i64", places.data_ptr()),
+        ("*u8", scratch.data_ptr()),
+        ("*u32", wrong.data_ptr()),
+        ("i64", steps),
+        ("u64", 0),
+        ("u64", 0),
+    ]
     module = Module(code, name)
     kernel = Kernel(module.function(name, emitted.shared), (emitted.blocks, 1, 1), emitted.threads, emitted.shared, args,
                     cooperative=emitted.blocks > 1, name=name)  # fmt: skip

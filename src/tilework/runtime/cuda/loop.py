@@ -1,5 +1,5 @@
-"""A call of any number of steps on a GPU. Slices of the caller's memory travel in parts, while the part before is computed; between
-the steps nobody waits for the host.
+"""A call of any number of steps on a GPU. Slices of the caller's memory travel in parts, while the part before is computed;
+between the steps nobody waits for the host.
 
 Each unit (a step, or several) is launched once as it is, which is a real step and lets libraries set themselves up. From the
 second one on it is a CUDA graph. What differs from step to step lies in a table that the graph's first and last kernels read."""
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ...artifact.names import SEED
-from ..devices import Call, NotANumber
 from ...gpu import Kernel
+from ..devices import Call, NotANumber
 
 if TYPE_CHECKING:
     from ..devices.cuda import Device

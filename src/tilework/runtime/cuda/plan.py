@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from ...artifact.graph import DTYPES, MEMORY_FORMATS
-from ..devices.reference import allowed_operators
 from ...errors import UserError
 from ...gpu import Kernel, Module
-
+from ..devices.reference import allowed_operators
 
 _DTYPES = {**DTYPES, "uint64": torch.uint64}  # random state of fused attention
 

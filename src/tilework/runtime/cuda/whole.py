@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...errors import UserError
-from ..devices import Call
 from ...gpu import Kernel, copy_within
+from ..devices import Call
 
 if TYPE_CHECKING:
     from ..devices.cuda import Device
@@ -24,7 +24,9 @@ class Whole:
         rows = {b: i for i, b in enumerate((*call.inputs, *call.scheduled, *call.zeroed, *call.outputs))}
         how = dict(zip(call.inputs, call.taken or ["each"] * len(call.inputs), strict=True))
         how |= dict.fromkeys(call.scheduled, "each")
-        how |= {b: "each" if h == "all" else h for b, h in zip(call.outputs, call.how or ["all"] * len(call.outputs), strict=True)}
+        how |= {
+            b: "each" if h == "all" else h for b, h in zip(call.outputs, call.how or ["all"] * len(call.outputs), strict=True)
+        }
         self.rows = {b: (rows[b], way == "each") for b, way in how.items()}
         self.sums = [b for b, way in how.items() if way == "sum"]
         self.left = [b for b in (*call.scheduled, *call.outputs) if b in self.rows]  # what the session holds afterwards

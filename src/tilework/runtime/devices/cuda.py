@@ -1,5 +1,5 @@
-"""cuda: an NVIDIA GPU. Kernels are machine code from the artifact; between them stand calls of torch's library. Whole steps, and many
-at a time, are CUDA graphs, or one kernel that keeps the weights on the chip."""
+"""cuda: an NVIDIA GPU. Kernels are machine code from the artifact; between them stand calls of torch's library. Whole steps, and
+many at a time, are CUDA graphs, or one kernel that keeps the weights on the chip."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor
 from ...artifact.fingerprint import Part
 from ...artifact.reader import Artifact
 from ...errors import UserError
-from ...tiles.page import Slot
 from ...gpu import Module
+from ...tiles.page import Slot
 from ..cuda.loop import Bound, Table, explained
 from ..cuda.memory import CudaMemory
 from ..cuda.plan import Plan, read_plan

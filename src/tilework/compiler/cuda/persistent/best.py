@@ -34,7 +34,7 @@ def best(graph: Graph, target: Target, report: Callable[[str], None] = lambda _:
             raise NotSmall(f"{emitted.shared} bytes of shared memory a block")
         code = nvrtc.compile_cubin(emitted.source, f"{graph.name}_loop", target.architecture)
         tried.append((tuning.time_loop(code, NAME, emitted, graph) if target.present else 0.0, code, emitted))
-    took, code, emitted = min(tried, key=lambda t: t[0])
+    _, code, emitted = min(tried, key=lambda t: t[0])
     if not target.present:
         return code, emitted, plan, f"{emitted.threads} threads a block, not timed"
     return code, emitted, plan, ", ".join(f"{e.threads} threads: {t:.2f} us a step" for t, _, e in tried)

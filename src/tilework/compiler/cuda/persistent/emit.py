@@ -1,7 +1,7 @@
 """Stages -> CUDA C++: one kernel that runs all steps of a call.
 
-What every block has for itself lies in its shared memory. Everything else lies in the GPU's memory, where a block's own part stays in
-its first-level cache; what other blocks write is read past it."""
+What every block has for itself lies in its shared memory. Everything else lies in the GPU's memory, where a block's own part
+stays in its first-level cache; what other blocks write is read past it."""
 
 from __future__ import annotations
 
@@ -146,9 +146,10 @@ class _Emitter:
         lines = []
         for name, where in self.fetched.items():
             m = self.made.memories[name]
-            place, size = self._place(m), _rounded(m.num_bytes)
-            lines.append(f"    if ({when}) tw_fetch(shared + {where} + (({step}) & 1) * {size}, "
-                         f"(const unsigned char*)(at[{place}] + ({step}) * at[{place + 1}]), {m.num_bytes}, tid, {self.threads});")  # fmt: skip
+            place = self._place(m)
+            to = f"shared + {where} + (({step}) & 1) * {_rounded(m.num_bytes)}"
+            source = f"(const unsigned char*)(at[{place}] + ({step}) * at[{place + 1}])"
+            lines.append(f"    if ({when}) tw_fetch({to}, {source}, {m.num_bytes}, tid, {self.threads});")
         return [*lines, "    tw_fetch_sent();"] if lines else []
 
     def _numbers(self, step: str, indent: str, *, declare: bool) -> list[str]:
@@ -196,12 +197,12 @@ class _Emitter:
         """Outputs that every block has for itself: one of them gives them to the caller, slice by slice."""
         lines: list[str] = []
         for m in self.buffers:
-            if m.name in self.owned.private and m.buffer is not None and m.name not in self.forwarded:
-                if not is_kind(m.buffer, *WEIGHTS, *SUMMED):
-                    place = self._place(m)
-                    to = f"(({m.kind}*)(at[{place}] + step * at[{place + 1}]))"
-                    lines.append(f"    if (block == 0) for (int i = tid; i < {m.num_elements}; i += {self.threads}) "
-                                 f"{to}[i] = {m.name}[i];")  # fmt: skip
+            own = m.name in self.owned.private and m.buffer is not None and m.name not in self.forwarded
+            if own and not is_kind(str(m.buffer), *WEIGHTS, *SUMMED):
+                place = self._place(m)
+                to = f"(({m.kind}*)(at[{place}] + step * at[{place + 1}]))"
+                loop = f"for (int i = tid; i < {m.num_elements}; i += {self.threads})"
+                lines.append(f"    if (block == 0) {loop} {to}[i] = {m.name}[i];")
         return ["    __syncthreads();", *lines] if lines else []
 
 
@@ -249,8 +250,9 @@ def _passed_on(stage: Stage, name: str) -> bool:
 
 
 def _element(loop: Loop, stage: Stage, access: Access) -> tuple[str, Any] | None:
-    """Which element a thread touches: ("x", ...) where it depends on x alone, ("xr", ...) where it depends on r as well. The same for
-    two loops if they touch the same elements, whatever their variables. None: known at run time only, or too large to look."""
+    """Which element a thread touches: ("x", ...) where it depends on x alone, ("xr", ...) where it depends on r as well. The same
+    for two loops if they touch the same elements, whatever their variables. None: known at run time only, or too large to
+    look."""
     if access.index is None:
         return None
     reduced = access.write and bool(loop.inner)
@@ -283,7 +285,9 @@ class _Writer:
         self.values: dict[tuple[str, Any], str] = {}  # what was just computed: (memory, flat index) -> variable
         self.changed: set[str] = set()  # memories that the stage has written so far
         self.own: set[tuple[str, Any]] = set()  # elements that a thread reads again itself
-        self.late: list[tuple[str, str, str, tuple[str, str]]] | None = None  # stores that wait: type, value, index, (memory, when)
+        self.late: list[tuple[str, str, str, tuple[str, str]]] | None = (
+            None  # stores that wait: type, value, index, (memory, when)
+        )
         self.indent = "      "
 
     def line(self, text: str) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...to_fx import Translation
+from ...to_fx import Otherwise, Translation
 
 
 class NotSmall(Exception):
@@ -38,7 +38,14 @@ def _windows(x: Tensor, size: list[int], stride: list[int], padding: list[int], 
     for dim in (0, 1):
         x = x.unfold(2 + dim, (size[dim] - 1) * dilation[dim] + 1, stride[dim])
         if dilation[dim] > 1:
-            x = x[..., :: dilation[dim]]
+            x = torch.ops.aten.slice.Tensor(x, -1, 0, x.shape[-1], dilation[dim])
+    return x
+
+
+def _set_apart(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """x[:, None, ...]: new dimensions of size 1 at these places of the result, in ascending order."""
+    for dim in dims:
+        x = x.unsqueeze(dim)
     return x
 
 
@@ -53,8 +60,8 @@ def _convolution(t: Translation, x: Any, weight: Any, bias: Any, stride: Any, pa
 
     def formula(x: Tensor, weight: Tensor, *bias: Tensor) -> Tensor:
         seen = _windows(x, list(weight.shape[2:]), list(stride), list(padding), list(dilation))
-        made = (seen.unsqueeze(1) * weight[None, :, :, None, None]).sum((2, 5, 6))
-        return made + bias[0][:, None, None] if bias else made
+        made = (seen.unsqueeze(1) * _set_apart(weight, (0, 3, 4))).sum((2, 5, 6))
+        return made + _set_apart(bias[0], (1, 2)) if bias else made
 
     made = t.trace(formula, x, weight, *([] if bias is None else [bias]))
     return made if bias is None else _written(t, made)
@@ -77,15 +84,15 @@ def _convolution_backward(
 
         def by_input(grad: Tensor, weight: Tensor) -> Tensor:
             seen = _windows(grad, size, [1, 1], around, [1, 1])  # [n, o, h, w, kh, kw]
-            return (seen.unsqueeze(2) * weight.flip(2, 3)[None, :, :, None, None]).sum((1, 5, 6))
+            return (seen.unsqueeze(2) * _set_apart(weight.flip(2, 3), (0, 3, 4))).sum((1, 5, 6))
 
         results[0] = t.trace(by_input, grad, weight)
     if wanted[1]:
 
         def by_weight(grad: Tensor, x: Tensor) -> Tensor:
             rows, columns = grad.shape[2:]
-            seen = _windows(x, size, stride, padding, dilation)[:, :, :rows, :columns]
-            return (grad[:, :, None, :, :, None, None] * seen.unsqueeze(1)).sum((0, 3, 4))
+            seen = _windows(x, size, stride, padding, dilation).narrow(2, 0, rows).narrow(3, 0, columns)
+            return (_set_apart(grad, (2, 5, 6)) * seen.unsqueeze(1)).sum((0, 3, 4))
 
         results[1] = t.trace(by_weight, grad, x)
     if wanted[2]:
@@ -93,7 +100,7 @@ def _convolution_backward(
     return results
 
 
-WRITTEN = {
+WRITTEN: dict[str, Otherwise] = {
     "aten.mm.default": _product,
     "aten.bmm.default": _product,
     "aten.addmm.default": _added_product,

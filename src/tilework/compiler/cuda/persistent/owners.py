@@ -1,6 +1,6 @@
 """Which block computes what. Blocks wait for each other where one needs what another has made, and that takes about as long as a
-stage. So each stage is divided in the way that makes most of what it needs the block's own, and what is small and needed by everybody
-is computed by every block for itself.
+stage. So each stage is divided in the way that makes most of what it needs the block's own, and what is small and needed by
+everybody is computed by every block for itself.
 
 Nothing here is guessed: which element is touched by which block is computed, for every access and every way to divide."""
 
@@ -30,8 +30,8 @@ MOST_PRIVATE = 160 << 10  # bytes that every block may have for itself
 
 @dataclass(frozen=True)
 class Split:
-    """How a stage's elements are divided among blocks: by a coordinate, (x // stride) % size. A size of 0: not divided, every block
-    computes all for itself."""
+    """How a stage's elements are divided among blocks: by a coordinate, (x // stride) % size. A size of 0: not divided, every
+    block computes all for itself."""
 
     stride: int
     size: int
@@ -53,7 +53,9 @@ class Owned:
     splits: tuple[Split, ...]
     before: tuple[str, ...]  # of each stage: "", "block" (its threads wait), "grid" (all blocks wait)
     private: frozenset[str]  # memories of which every block has its own
-    homes: dict[str, tuple[tuple[int, int], ...]]  # memory of which each block alone touches a part: by block, from where to where
+    homes: dict[
+        str, tuple[tuple[int, int], ...]
+    ]  # memory of which each block alone touches a part: by block, from where to where
     far: frozenset[tuple[int, str]]  # (stage, memory): read from where other blocks write
     estimate: float  # us a step
 
@@ -159,7 +161,8 @@ class _Planner:
         return Owned(self.blocks, order, splits, before, private, {}, far, round(cost, 3))
 
     def at_home(self, plan: Owned, room: int) -> Owned:
-        """The plan, with memories in the blocks that alone touch them, as far as there is room (bytes a block): large ones first."""
+        """The plan, with memories in the blocks that alone touch them, as far as there is room (bytes a block): large ones
+        first."""
         homes: dict[str, tuple[tuple[int, int], ...]] = {}
         if self.blocks == 1:
             return plan
@@ -197,7 +200,8 @@ class _Planner:
         return tuple(parts)
 
     def _settled(self, splits: tuple[Split, ...]) -> tuple[tuple[Split, ...], frozenset[str]]:
-        """A memory is every block's own if all that write it are repeated. A repeated stage whose results cannot be is divided."""
+        """A memory is every block's own if all that write it are repeated. A repeated stage whose results cannot be is
+        divided."""
         while True:
             writers: dict[str, set[bool]] = {}
             for stage, split in zip(self.stages, splits, strict=True):
@@ -224,7 +228,11 @@ class _Planner:
         """Between two barriers as many stages as can be there."""
         count = len(self.stages)
         needs = [
-            {j for j in range(i) if self._clash(j, i, splits, private, across=False) or self._clash(j, i, splits, private, across=True)}
+            {
+                j
+                for j in range(i)
+                if self._clash(j, i, splits, private, across=False) or self._clash(j, i, splits, private, across=True)
+            }
             for i in range(count)
         ]
         left, order = list(range(count)), list[int]()
@@ -376,5 +384,3 @@ def lanes(stage: Stage, split: Split, blocks: int, threads: int) -> int:
     while found * 2 * mine <= threads and found < stage.rnumel:
         found *= 2
     return found
-
-

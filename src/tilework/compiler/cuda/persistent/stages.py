@@ -1,5 +1,5 @@
-"""Graph -> stages. Inductor writes every operator as a formula over the elements of its result and fuses what belongs together; here
-its loops are taken before they become Triton."""
+"""Graph -> stages. Inductor writes every operator as a formula over the elements of its result and fuses what belongs together;
+here its loops are taken before they become Triton."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ class _Reader:
         return found
 
     def _stage(self, nodes: Sequence[Any]) -> Stage:
-        from torch._inductor.codegen.simd import DisableReduction, EnableReduction
+        from torch._inductor.codegen.simd_kernel_features import DisableReduction, EnableReduction
 
         _, (numel, rnumel) = max(nodes, key=lambda n: int(n.is_reduction())).group
         numel, rnumel = int(numel), int(rnumel)

@@ -29,7 +29,13 @@ class Emulated:
             self._library = ctypes.CDLL(str(library))
 
     def run(
-        self, buffers: Mapping[str, torch.Tensor], num_steps: int, steps: Mapping[str, int], base: int, counter: int, order: int = 0
+        self,
+        buffers: Mapping[str, torch.Tensor],
+        num_steps: int,
+        steps: Mapping[str, int],
+        base: int,
+        counter: int,
+        order: int = 0,
     ) -> None:
         """`steps`: bytes between the slices of what the caller gives and gets. `order`: of the threads, 0 and 1 are forwards and
         backwards."""
