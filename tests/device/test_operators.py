@@ -242,7 +242,7 @@ def test_library_convolutions_get_weights_with_channels_last(workshop) -> None:
     first = [nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2)]
     second = [nn.Conv2d(32, 40, 3, padding=1), nn.ReLU(), nn.MaxPool2d(3), nn.Flatten(), nn.Linear(1000, 4)]
     model = nn.Sequential(*first, *second)
-    x, y = torch.randn(4, 3, 32, 32), torch.randint(0, 4, (4,))
+    x, y = torch.randn(16, 3, 32, 32), torch.randint(0, 4, (16,))
     step = tilework.Step(model=model, inputs=(x,), targets=(y,), loss=nn.CrossEntropyLoss(),
                          optimizer=torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))  # fmt: skip
     path = workshop / "last.pef"

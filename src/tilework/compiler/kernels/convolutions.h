@@ -72,60 +72,59 @@ static inline void forward_rows(const float* planes, const float* weight, float*
   for (int o = 0; o < OB; ++o) narrow<v>(wide + o * v.plane(), v.oh, v.ow, 0, 0, out + o * v.places());
 }
 
+constexpr int kBlock = 4;  // outputs at a time
+
+// Blocks [from, to) of one image's outputs; blocks do not cross groups
 template <Conv v>
-static inline void forward_image(const float* x, const float* weight, float* out) {
+static inline void forward_image(const float* x, const float* weight, float* out, int64_t from, int64_t to) {
+  constexpr int64_t each = (v.outputs() + kBlock - 1) / kBlock, rest = v.outputs() % kBlock;
   static thread_local Scratch room;
-  float* planes = room.take((v.channels() + 4) * v.plane());
+  float* planes = room.take((v.channels() + kBlock) * v.plane());
   float* wide = planes + v.channels() * v.plane();
-  for (int64_t g = 0; g < v.groups; ++g) {
-    for (int64_t c = 0; c < v.channels(); ++c)
-      widen<v>(x + (g * v.channels() + c) * v.h * v.w, v.h, v.w, v.ph, v.pw, planes + c * v.plane());
-    for (int64_t o = 0; o < v.outputs();) {
-      const float* w = weight + (g * v.outputs() + o) * v.depth();
-      float* to = out + (g * v.outputs() + o) * v.places();
-      const int64_t left = v.outputs() - o;
-      if (left >= 4) forward_rows<v, 4>(planes, w, wide, to), o += 4;
-      else if (left >= 2) forward_rows<v, 2>(planes, w, wide, to), o += 2;
-      else forward_rows<v, 1>(planes, w, wide, to), o += 1;
-    }
+  for (int64_t at = from; at < to; ++at) {
+    const int64_t g = at / each, o = g * v.outputs() + at % each * kBlock;
+    if (at == from || at % each == 0)
+      for (int64_t c = 0; c < v.channels(); ++c)
+        widen<v>(x + (g * v.channels() + c) * v.h * v.w, v.h, v.w, v.ph, v.pw, planes + c * v.plane());
+    const float* w = weight + o * v.depth();
+    if (rest != 0 && at % each == each - 1)
+      forward_rows<v, rest == 0 ? 1 : rest>(planes, w, wide, out + o * v.places());
+    else if constexpr (v.outputs() >= kBlock)
+      forward_rows<v, kBlock>(planes, w, wide, out + o * v.places());
   }
 }
 
-// One tap of one input channel: XB vectors of the weighted sum over outputs, added where the tap points
-template <Conv v, int XB>
-static inline void input_block(const float* grads, const float* tap, float* to) {
-  constexpr int64_t plane = v.plane(), depth = v.depth();
-  Vec total[XB];
-#pragma GCC unroll 16
-  for (int b = 0; b < XB; ++b) total[b] = load(to + b * kLanes);
-  for (int64_t o = 0; o < v.outputs(); ++o) {
-    const Vec factor = all(tap[o * depth]);
-#pragma GCC unroll 16
-    for (int b = 0; b < XB; ++b) total[b] = fma(factor, load(grads + o * plane + b * kLanes), total[b]);
+// All images. Threads share out the images, and where there are too few of them, the outputs of each
+template <Conv v>
+static inline void forward_images(const float* x, const float* weight, float* out) {
+  constexpr int64_t blocks = v.groups * ((v.outputs() + kBlock - 1) / kBlock);
+  const int64_t threads = v.work() >= kSerialConv && !omp_in_parallel() ? omp_get_max_threads() : 1;
+  const int64_t shares = std::min<int64_t>((threads + v.n - 1) / v.n, blocks);
+#pragma omp parallel for if (threads > 1) schedule(static)
+  for (int64_t i = 0; i < v.n * shares; ++i) {
+    const int64_t n = i / shares, k = i % shares;
+    forward_image<v>(x + n * v.c * v.h * v.w, weight, out + n * v.o * v.places(), blocks * k / shares, blocks * (k + 1) / shares);
   }
-#pragma GCC unroll 16
-  for (int b = 0; b < XB; ++b) store(to + b * kLanes, total[b]);
+}
+
+// The gradient of the images is a convolution too: of the gradients, with the weights turned round and its border at the other side
+constexpr Conv turned_round(Conv v) {
+  return {v.n, v.o, v.oh, v.ow, v.c, v.kh, v.kw, v.h, v.w, v.groups, 1, 1, v.dh * (v.kh - 1) - v.ph, v.dw * (v.kw - 1) - v.pw, v.dh, v.dw};
 }
 
 template <Conv v>
-static inline void input_image(const float* grad, const float* weight, float* out) {
+static inline void input_images(const float* grad, const float* weight, float* out) {
+  constexpr int64_t taps = v.kh * v.kw;
   static thread_local Scratch room;
-  float* grads = room.take((v.outputs() + 1) * v.plane());
-  float* wide = grads + v.outputs() * v.plane();
-  for (int64_t g = 0; g < v.groups; ++g) {
-    for (int64_t o = 0; o < v.outputs(); ++o)
-      widen<v>(grad + (g * v.outputs() + o) * v.places(), v.oh, v.ow, 0, 0, grads + o * v.plane());
-    for (int64_t c = 0; c < v.channels(); ++c) {
-      memset(wide, 0, v.plane() * sizeof(float));
-      for (int64_t i = 0; i < v.kh; ++i)
-        for (int64_t j = 0; j < v.kw; ++j) {
-          const float* tap = weight + g * v.outputs() * v.depth() + (c * v.kh + i) * v.kw + j;
-          float* to = wide + v.shift(i, j);
-          pieces<10, v.vectors()>([&]<int XB>(int64_t b) { input_block<v, XB>(grads + b * kLanes, tap, to + b * kLanes); });
-        }
-      narrow<v>(wide, v.h, v.w, v.ph, v.pw, out + (g * v.channels() + c) * v.h * v.w);
-    }
-  }
+  float* turned = room.take(v.o * v.depth());  // [channel][output of its group][tap]
+  for (int64_t g = 0; g < v.groups; ++g)
+    for (int64_t c = 0; c < v.channels(); ++c)
+      for (int64_t o = 0; o < v.outputs(); ++o) {
+        const float* from = weight + (g * v.outputs() + o) * v.depth() + c * taps;
+        float* to = turned + ((g * v.channels() + c) * v.outputs() + o) * taps;
+        for (int64_t t = 0; t < taps; ++t) to[t] = from[taps - 1 - t];
+      }
+  forward_images<turned_round(v)>(grad, turned, out);
 }
 
 // ---- gradient of the weights, in one of two ways ----
@@ -165,24 +164,51 @@ static inline void weight_rows(const float* planes, const float* grads, int64_t 
     });
 }
 
-// IB x JB taps of one channel x kLanes outputs. turned: [n][places][lanes] gradients; found: [taps][lanes]
+// IB x JB taps of one channel x kLanes outputs, added up over `rows` rows of one image.
+// turned: [places][lanes] gradients of these rows; found: [taps][lanes]
 template <Conv v, int IB, int JB>
-static inline void weight_outputs(const float* planes, const float* turned, float* found) {
-  Vec total[IB][JB] = {};
-  for (int64_t n = 0; n < v.n; ++n)
-    for (int64_t y = 0; y < v.oh; ++y) {
-      const float* x = planes + n * v.plane() + y * v.width();
-      for (int64_t column = 0; column < v.ow; ++column, ++x, turned += kLanes) {
-        Vec given = load(turned);
-        hold(given);
+static inline void weight_outputs(const float* plane, const float* turned, int64_t rows, float* found) {
+  Vec total[IB][JB];
+  for (int i = 0; i < IB; ++i)
+    for (int j = 0; j < JB; ++j) total[i][j] = load(found + (i * v.kw + j) * kLanes);
+  for (int64_t y = 0; y < rows; ++y) {
+    const float* x = plane + y * v.width();
+    for (int64_t column = 0; column < v.ow; ++column, ++x, turned += kLanes) {
+      Vec given = load(turned);
+      hold(given);
 #pragma GCC unroll 8
-        for (int i = 0; i < IB; ++i)
+      for (int i = 0; i < IB; ++i)
 #pragma GCC unroll 8
-          for (int j = 0; j < JB; ++j) total[i][j] = fma(all(x[v.shift(i, j)]), given, total[i][j]);
-      }
+        for (int j = 0; j < JB; ++j) total[i][j] = fma(all(x[v.shift(i, j)]), given, total[i][j]);
     }
+  }
   for (int i = 0; i < IB; ++i)
     for (int j = 0; j < JB; ++j) store(found + (i * v.kw + j) * kLanes, total[i][j]);
+}
+
+// Channels [from, to) by outputs: some rows of the gradients at a time, which stay in the cache for all of these channels
+template <Conv v>
+static inline void weight_channels(const float* planes, const float* grads, int64_t from, int64_t to, float* weights) {
+  constexpr int kMost = kManyRegisters ? 5 : 3;
+  constexpr int64_t blocks = (v.outputs() + kLanes - 1) / kLanes, taps = v.kh * v.kw, some = std::max<int64_t>(1, 256 / v.ow);
+  static thread_local Scratch room;
+  float* found = room.take((to - from) * blocks * taps * kLanes);
+  memset(found, 0, (to - from) * blocks * taps * kLanes * sizeof(float));
+  for (int64_t n = 0; n < v.n; ++n)
+    for (int64_t y = 0; y < v.oh; y += some)
+      for (int64_t b = 0; b < blocks; ++b)
+        for (int64_t c = from; c < to; ++c)
+          pieces<kMost, v.kh>([&]<int IB>(int64_t i) {
+            pieces<kMost, v.kw>([&]<int JB>(int64_t j) {
+              weight_outputs<v, IB, JB>(planes + (c * v.n + n) * v.plane() + y * v.width() + v.shift(i, j),
+                                        grads + ((b * v.n + n) * v.places() + y * v.ow) * kLanes, std::min(some, v.oh - y),
+                                        found + (((c - from) * blocks + b) * taps + i * v.kw + j) * kLanes);
+            });
+          });
+  for (int64_t c = from; c < to; ++c)
+    for (int64_t o = 0; o < v.outputs(); ++o)
+      for (int64_t t = 0; t < taps; ++t)
+        weights[o * v.depth() + c * taps + t] = found[(((c - from) * blocks + o / kLanes) * taps + t) * kLanes + o % kLanes];
 }
 
 template <Conv v>
@@ -197,43 +223,35 @@ static inline void weight_wide(const float* grad, const float* x, float* out) {
   for (int64_t g = 0; g < v.groups; ++g) {
     const float* given = grad + g * v.outputs() * v.places();
     float* weights = out + g * v.outputs() * v.depth();
-    if constexpr (by_outputs) memset(grads, 0, turned_size * sizeof(float));
-    for (int64_t n = 0; n < v.n; ++n) {
-      for (int64_t c = 0; c < v.channels(); ++c)
-        widen<v>(x + (n * v.c + g * v.channels() + c) * v.h * v.w, v.h, v.w, v.ph, v.pw, planes + c * step + n * v.plane());
-      for (int64_t o = 0; o < v.outputs(); ++o) {
+#pragma omp parallel for if (v.work() >= kSerialConv && !omp_in_parallel()) schedule(static)
+    for (int64_t i = 0; i < v.n * (v.channels() + blocks); ++i) {
+      const int64_t n = i / (v.channels() + blocks), k = i % (v.channels() + blocks) - blocks;
+      if (k >= 0) {
+        widen<v>(x + (n * v.c + g * v.channels() + k) * v.h * v.w, v.h, v.w, v.ph, v.pw, planes + k * step + n * v.plane());
+        continue;
+      }
+      for (int64_t o = (k + blocks) * kLanes; o < (k + blocks + 1) * kLanes; ++o) {
         const float* from = given + (n * v.o + o) * v.places();
-        float* to = grads + ((o / kLanes * v.n + n) * v.places()) * kLanes + o % kLanes;
-        if constexpr (by_outputs)
-          for (int64_t p = 0; p < v.places(); ++p) to[p * kLanes] = from[p];
-        else
+        if constexpr (by_outputs) {
+          float* to = grads + ((k + blocks) * v.n + n) * v.places() * kLanes + o % kLanes;
+          for (int64_t p = 0; p < v.places(); ++p) to[p * kLanes] = o < v.outputs() ? from[p] : 0.0f;
+        } else if (o < v.outputs()) {
           widen<v>(from, v.oh, v.ow, 0, 0, grads + o * step + n * v.plane());
+        }
       }
     }
+    constexpr int64_t each = by_outputs ? std::clamp<int64_t>(v.channels() / 8, 1, 8) : 1, parts = (v.channels() + each - 1) / each;
 #pragma omp parallel for if (v.work() >= kSerialConv && !omp_in_parallel()) schedule(static)
-    for (int64_t c = 0; c < v.channels(); ++c) {
-      if constexpr (by_outputs) {
-        constexpr int kMost = kManyRegisters ? 5 : 3;
-        static thread_local Scratch sums_room;
-        float* found = sums_room.take(v.kh * v.kw * kLanes);
-        for (int64_t b = 0; b < blocks; ++b) {
-          pieces<kMost, v.kh>([&]<int IB>(int64_t i) {
-            pieces<kMost, v.kw>([&]<int JB>(int64_t j) {
-              weight_outputs<v, IB, JB>(planes + c * step + v.shift(i, j), grads + b * v.n * v.places() * kLanes,
-                                     found + (i * v.kw + j) * kLanes);
-            });
-          });
-          for (int64_t o = b * kLanes; o < std::min((b + 1) * kLanes, v.outputs()); ++o)
-            for (int64_t t = 0; t < v.kh * v.kw; ++t)
-              weights[o * v.depth() + c * v.kh * v.kw + t] = found[t * kLanes + o % kLanes];
-        }
-      } else {
+    for (int64_t part = 0; part < parts; ++part) {
+      const int64_t c = part * each;
+      if constexpr (by_outputs)
+        weight_channels<v>(planes, grads, c, std::min(c + each, v.channels()), weights);
+      else
         for (int64_t o = 0; o < v.outputs();) {
-        float* to = weights + o * v.depth() + c * v.kh * v.kw;
-        if (o + 3 <= v.outputs()) weight_rows<v, 3>(planes + c * step, grads + o * step, step, to), o += 3;
-        else weight_rows<v, 1>(planes + c * step, grads + o * step, step, to), o += 1;
+          float* to = weights + o * v.depth() + c * v.kh * v.kw;
+          if (o + 3 <= v.outputs()) weight_rows<v, 3>(planes + c * step, grads + o * step, step, to), o += 3;
+          else weight_rows<v, 1>(planes + c * step, grads + o * step, step, to), o += 1;
         }
-      }
     }
   }
 }
@@ -276,12 +294,9 @@ static inline void fold(const float* columns, float* image) {
 
 template <Conv v>
 static inline void small_conv(float* out, const float* x, const float* weight) {
+  if constexpr (v.sh == 1 && v.sw == 1) return forward_images<v>(x, weight, out);
 #pragma omp parallel for if (v.n > 1 && v.work() >= kSerialConv) schedule(static)
   for (int64_t n = 0; n < v.n; ++n) {
-    if constexpr (v.sh == 1 && v.sw == 1) {
-      forward_image<v>(x + n * v.c * v.h * v.w, weight, out + n * v.o * v.places());
-      continue;
-    }
     static thread_local Scratch room;
     float* columns = room.take(v.depth() * v.places());
     for (int64_t g = 0; g < v.groups; ++g) {
@@ -294,12 +309,9 @@ static inline void small_conv(float* out, const float* x, const float* weight) {
 
 template <Conv v>
 static inline void small_conv_input_grad(float* out, const float* grad, const float* weight) {
+  if constexpr (v.sh == 1 && v.sw == 1 && turned_round(v).ph >= 0 && turned_round(v).pw >= 0) return input_images<v>(grad, weight, out);
 #pragma omp parallel for if (v.n > 1 && v.work() >= kSerialConv) schedule(static)
   for (int64_t n = 0; n < v.n; ++n) {
-    if constexpr (v.sh == 1 && v.sw == 1) {
-      input_image<v>(grad + n * v.o * v.places(), weight, out + n * v.c * v.h * v.w);
-      continue;
-    }
     static thread_local Scratch room;
     float* columns = room.take(v.depth() * v.places());
     for (int64_t g = 0; g < v.groups; ++g) {
