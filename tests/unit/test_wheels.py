@@ -88,6 +88,15 @@ def test_what_is_imported_comes_from_the_wheels(installed: Installed) -> None:
     assert not any(Path(folder) == ROOT / "src" for folder in path)
 
 
+@pytest.mark.parametrize("name", PLACES)
+def test_every_file_of_the_source_is_in_the_wheel(installed: Installed, name: str) -> None:
+    source = ROOT / PLACES[name] / "src"
+    files = [p.relative_to(source) for p in source.rglob("*") if p.is_file() and p.suffix != ".pyc"]
+    wanted = {str(p) for p in files if not p.parts[0].endswith(".egg-info")}
+    with zipfile.ZipFile(installed.wheels[name]) as wheel:
+        assert wanted - set(wheel.namelist()) == set()
+
+
 def test_the_readmes_code_runs(installed: Installed) -> None:
     blocks = re.findall(r"```python\n(.*?)```", README, re.S)
     assert blocks

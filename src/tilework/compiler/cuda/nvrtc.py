@@ -43,7 +43,7 @@ def _library() -> ctypes.CDLL:
         library.nvrtcDestroyProgram.argtypes = [POINTER(c_void_p)]
         return library
     raise MachineError("cuda-toolchain", "compiling for a GPU needs NVIDIA's run-time compiler", found="no libnvrtc",
-                       fix="pip install 'tilework[cuda]'")  # fmt: skip
+                       fix="install a CUDA build of torch, which brings it, or NVIDIA's CUDA toolkit")  # fmt: skip
 
 
 def version() -> str:

@@ -78,7 +78,7 @@ def require_toolchain() -> None:
         import triton  # noqa: F401
     except ImportError as e:
         raise MachineError("cuda-toolchain", "compiling for a GPU needs Triton", found=str(e),
-                           fix="pip install 'tilework[cuda]'") from e  # fmt: skip
+                           fix="install a CUDA build of torch, which brings Triton") from e  # fmt: skip
 
 
 _lock = threading.RLock()
