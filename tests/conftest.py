@@ -13,6 +13,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent / "outside"))  # a device of another distribution, found by its entry points
+# Several tests run at once: processes that they start have one thread, where the test does not say otherwise.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TILEWORK_LEASE", "0")  # tests run beside each other; those of tiles take leases, in folders of their own
 
 import tilework

@@ -1,6 +1,6 @@
 """Whole programs that nobody wrote, beside eager PyTorch. By hand, with shrinking: tests/fuzz/run.py.
 
-`make test` runs the same 60 programs every time, so that the compile cache makes a second run quick: all of them on the
+`make test` runs the same 40 programs every time, so that the compile cache makes a second run quick: all of them on the
 reference device, every fifth on the cpu device as it ships. TILEWORK_FULL=1 runs 10 000 from a new seed, which is printed;
 TILEWORK_FUZZ_CPU says how many of them run on cpu (default: every fifth), TILEWORK_FUZZ_SEED repeats a run.
 """
@@ -22,7 +22,7 @@ from compare import Differs, check
 from programs import drawn, source
 
 FULL = os.environ.get("TILEWORK_FULL") == "1"
-PROGRAMS, CHUNKS = (10_000, 100) if FULL else (60, 12)
+PROGRAMS, CHUNKS = (10_000, 100) if FULL else (40, 10)
 ON_CPU = int(os.environ.get("TILEWORK_FUZZ_CPU", PROGRAMS // 5))
 SEED = os.environ.get("TILEWORK_FUZZ_SEED", secrets.token_hex(4) if FULL else "make test")  # a worker's own; each test prints it
 

@@ -30,7 +30,8 @@ def run_folder(open_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[P
     folder = open_folder / "run"
     monkeypatch.setenv("TILEWORK_RUN", str(folder))
     monkeypatch.setenv("TILEWORK_LEASE", "1")
-    for name in ("TILEWORK_PLATFORM", "TILEWORK_SITE", "TILEWORK_TILES", "TILEWORK_WAIT", "TILEWORK_JOB", "SF_RNT_TILE_AFFINITY"):
+    for name in ("TILEWORK_PLATFORM", "TILEWORK_SITE", "TILEWORK_TILES", "TILEWORK_WAIT", "TILEWORK_JOB", "SF_RNT_TILE_AFFINITY",
+                 "OMP_NUM_THREADS"):  # fmt: skip
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("tilework.tiles.site.PLACES", ())
     yield folder

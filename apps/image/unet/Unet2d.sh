@@ -24,7 +24,7 @@ case $COMMAND in
   pcompile) compile $MANY --data-parallel -ws 2 ;;
   prun)
     export OUTDIR MODEL DATA EPOCHS
-    if command -v sbatch > /dev/null; then
+    if queue sbatch; then
       sbatch --wait --output="$RESULTS/slurm-%A.out" --gres=rdu:1 --tasks-per-node "$NP" --nodes 1 --nodelist "$(hostname)" \
         "$HERE/unet_batch.sh" "$NP" "${NUM_WORKERS:-0}" "$BS" "$IM" "$RUN"
     else

@@ -24,9 +24,14 @@ CORES=$(nproc)
 TILES=$((CORES < NUM_TILES ? CORES : NUM_TILES))
 export SIZE
 
+# Whether a command of Slurm's is here, and Slurm answers.
+queue() {
+  command -v "$1" > /dev/null && timeout 20 sinfo > /dev/null 2>&1
+}
+
 # One process where there is no queue; in a queue, one of its tasks.
 one() {
-  if command -v srun > /dev/null; then srun --nodelist "$(hostname)" "$@"; else "$@"; fi
+  if queue srun; then srun --nodelist "$(hostname)" "$@"; else "$@"; fi
 }
 
 # Compiles into $OUTDIR, unless the PEF is there already.

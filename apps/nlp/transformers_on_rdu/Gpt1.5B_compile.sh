@@ -7,7 +7,7 @@ INSTANCES=${INSTANCES:-2} NODES=${NODES:-1}
 export INSTANCES
 {
   compile gpt15 --data-parallel -ws 2 || exit
-  if command -v sbatch > /dev/null; then
+  if queue sbatch; then
     sbatch --output="$HOME/slurm-%A.out" --ntasks "$INSTANCES" --gres=rdu:1 --ntasks-per-node $((INSTANCES / NODES)) \
       --nodes "$NODES" "$HERE/Gpt1.5B_run.sh" "$RUN"
   else

@@ -30,6 +30,11 @@ HOOK="$HERE/transformers_hook.py"
 BOTH="--module_name gpt2_pretrain --task_name clm --output_dir=$OUTDIR/hf_output --overwrite_output_dir --do_train
   --cache $OUTDIR/cache/ --tokenizer_name gpt2 --model_name gpt2 --non_split_head --skip_broadcast_patch --no_index_select_patch"
 
+# Whether a command of Slurm's is here, and Slurm answers.
+queue() {
+  command -v "$1" > /dev/null && timeout 20 sinfo > /dev/null 2>&1
+}
+
 compile() { # name, further arguments; a PEF that is there already is used again
   local name=$1; shift
   if [ -e "$OUTDIR/$name/$name.pef" ]; then
