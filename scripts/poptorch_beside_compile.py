@@ -1,5 +1,5 @@
-"""ResNet-50-like and GPT-2 small, as the starters under apps/graphcore have them, beside torch.compile and eager PyTorch: one process
-each, by turns, by median. The first losses must agree.
+"""ResNet-50-like and GPT-2 small, as the starters under apps/graphcore have them, beside torch.compile and eager PyTorch: one
+process each, by turns, by median. The first losses must agree.
 
 python scripts/poptorch_beside_compile.py --rounds 5 --write     # --write puts the lines into docs/poptorch.md
 """
@@ -105,7 +105,8 @@ def serve(row: str, contender: str) -> None:
 def measure(rounds: int) -> str:
     day = datetime.date.today().isoformat()
     lines = [f"{torch.get_num_threads()} threads, {day}, medians of {rounds} rounds that take turns, `python "
-             f"scripts/poptorch_beside_compile.py`:\n", f"| ms a step | {' | '.join(CONTENDERS)} | compared with the best other |",
+             f"scripts/poptorch_beside_compile.py`:\n",
+             f"| ms a step | {' | '.join(CONTENDERS)} | compared with the best other |",
              "|---" * (len(CONTENDERS) + 2) + "|"]  # fmt: skip
     for row, title in ROWS.items():
         running = {}
