@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import resource
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tilework
-from tilework.data import Arrays, Feed
+from tilework.data import Arrays, Feed, Position
 from tilework.errors import UserError
 from tilework.runs.checkpoints import Checkpoints, name_of
 from tilework.runs.folder import RunFolder
@@ -161,13 +162,16 @@ class Net(nn.Module):
         return self.last(F.dropout(torch.relu(self.norm(self.first(x))), 0.2, self.training))
 
 
-@pytest.fixture(scope="module")
-def path(workshop: Path) -> Path:
+def a_step() -> tilework.Step:
     torch.manual_seed(0)
     model = Net()
-    step = tilework.Step(model=model, loss=nn.CrossEntropyLoss(), optimizer=torch.optim.Adam(model.parameters(), lr=1e-2),
+    return tilework.Step(model=model, loss=nn.CrossEntropyLoss(), optimizer=torch.optim.Adam(model.parameters(), lr=1e-2),
                          inputs=(torch.randn(ROWS, 6),), targets=(torch.randint(0, 3, (ROWS,)),))  # fmt: skip
-    tilework.compile(step, workshop / "resume.pef", options=tilework.Options(opt_level=1, programs="fused"))
+
+
+@pytest.fixture(scope="module")
+def path(workshop: Path) -> Path:
+    tilework.compile(a_step(), workshop / "resume.pef", options=tilework.Options(opt_level=1, programs="fused"))
     return workshop / "resume.pef"
 
 
@@ -212,6 +216,23 @@ def test_in_parts_is_the_same_as_at_once(path: Path, tmp_path: Path) -> None:
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole") and len(losses(tmp_path / "whole")) == 60
     note = RunFolder(tmp_path / "parts").read()
     assert note["state"] == "done" and note["step"] == 60 and note["digest"] == whole.session.artifact.digest
+
+
+def test_the_norm_of_the_gradients_is_written(tmp_path: Path) -> None:
+    """Of each step, whatever the number of steps in a call; also after a resume."""
+    step = a_step()
+    path = tmp_path / "norms.pef"
+    tilework.compile(step, path, options=tilework.Options(opt_level=1, programs="fused", grad_norm=True))
+    train(path, tmp_path / "whole", 30)
+    train(path, tmp_path / "parts", 13)
+    train(path, tmp_path / "parts", 30, resume=True)
+    norms = [[m["grad_norm"] for m in RunFolder(tmp_path / part).metrics()] for part in ("whole", "parts")]
+    assert len(norms[0]) == 30 and norms[0] == norms[1]
+    with tilework.load(path, seed=4, num_threads=1) as session:
+        feed = Feed(records(), ROWS, seed=4)
+        for chunk, norm in zip(feed.chunks(Position(), itertools.repeat(1)), norms[0], strict=False):
+            session.run(*chunk.inputs)
+            assert session.grad_norm == norm
 
 
 def test_the_optimizer_and_the_random_numbers_matter_here(path: Path, tmp_path: Path) -> None:

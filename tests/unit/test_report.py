@@ -137,12 +137,13 @@ def test_tensorboard(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     board = Board(tmp_path, 0)
-    board.add(1, [3.0, 2.0, 1.0], 50.0, {"lr": 0.1, "momentum": 0.9})
+    board.add(1, [3.0, 2.0, 1.0], 50.0, {"lr": 0.1, "momentum": 0.9}, [7.0, 8.0, 9.0])
     board.close()
     time.sleep(1.1)  # files are told apart by the second
     board = Board(tmp_path, 2)
     board.add(3, [1.5], 60.0, {"lr": 0.05})
     board.close()
     found = EventAccumulator(str(tmp_path)).Reload()
-    assert sorted(found.Tags()["scalars"]) == ["train/loss", "train/lr", "train/samples_per_second"]
+    assert sorted(found.Tags()["scalars"]) == ["train/grad_norm", "train/loss", "train/lr", "train/samples_per_second"]
+    assert [(e.step, e.value) for e in found.Scalars("train/grad_norm")] == [(1, 7.0), (2, 8.0)]
     assert [(e.step, e.value) for e in found.Scalars("train/loss")] == [(1, 3.0), (2, 2.0), (3, 1.5)]

@@ -1,4 +1,4 @@
-"""What TensorBoard shows of a run: loss, learning rate, samples per second."""
+"""What TensorBoard shows of a run: loss, the norm of the gradients, learning rate, samples per second."""
 
 from __future__ import annotations
 
@@ -18,10 +18,14 @@ class Board:
                                fix="pip install 'tilework[board]'") from e  # fmt: skip
         self._writer = SummaryWriter(str(folder), purge_step=step + 1 if step else None)
 
-    def add(self, first: int, losses: Sequence[float], rate: float, hyper: Mapping[str, float]) -> None:
+    def add(
+        self, first: int, losses: Sequence[float], rate: float, hyper: Mapping[str, float], norms: Sequence[float] = ()
+    ) -> None:
         """Of the steps of one call; `first` is the number of the first of them."""
         for i, loss in enumerate(losses):
             self._writer.add_scalar("train/loss", loss, first + i)
+        for i, norm in enumerate(norms):
+            self._writer.add_scalar("train/grad_norm", norm, first + i)
         last = first + len(losses) - 1
         self._writer.add_scalar("train/samples_per_second", rate, last)
         for name, value in hyper.items():

@@ -1,7 +1,8 @@
 """The folder of a run: everything about it, for whoever finds it later.
 
 run.json          what was asked, the artifact and its hash, the machine; and how it ended
-metrics.jsonl     a line for each step: step, epoch, loss, samples per second, seconds since the start
+metrics.jsonl     a line for each step: step, epoch, loss, samples per second, seconds since the start,
+                  and the norm of the gradients where the artifact computes it
 log.txt           what was said
 checkpoints/      checkpoints.py
 .lock             locked by the process that trains here

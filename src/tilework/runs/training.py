@@ -86,6 +86,7 @@ class Training:
             self.folder.begin({"artifact": str(session.artifact.path), "digest": session.artifact.digest, "steps": steps,
                                "data": feed.describe(), "threads": torch.get_num_threads(), **(asked or {})},
                               resume=resume)  # fmt: skip
+        self._norms = session.computes_grad_norm
         self._log_dir = Path(log_dir) if log_dir is not None and self.first else None
         self._board: Board | None = None
         if self.group is not None:
@@ -184,11 +185,13 @@ class Training:
         rows = self.feed.batch_size * self.feed.ranks
         rate = round(len(losses) * rows / took, 1) if took else 0.0
         first = now - len(losses) + 1
+        norms = self.session.grad_norms(len(losses)).tolist() if self._norms and self.first else []
         if self.first:
             self.folder.add_metrics({"step": first + i, "epoch": epoch + 1, "loss": loss, "samples_per_second": rate,
-                                     "seconds": round(since, 3)} for i, loss in enumerate(losses))  # fmt: skip
+                                     "seconds": round(since, 3), **({"grad_norm": norms[i]} if norms else {})}
+                                    for i, loss in enumerate(losses))  # fmt: skip
         if self._board is not None:
-            self._board.add(first, losses, rate, self.session.hyper)
+            self._board.add(first, losses, rate, self.session.hyper, norms)
         if self.done.first_loss is None:
             self.done.first_loss = losses[0]
         self.done.losses.extend(losses)
