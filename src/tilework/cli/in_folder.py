@@ -48,6 +48,8 @@ def train(
     bad_records: str,
     in_memory: bool,
     log_dir: Path | None,
+    histograms: int,
+    images: int,
     json: bool,
 ) -> None:
     from ..runs.training import Training
@@ -61,7 +63,8 @@ def train(
     whole = epochs * feed.num_batches
     steps = whole if steps is None else min(steps, whole)
     training = Training(session, feed, folder, steps=steps, save_every=save_every, keep=keep, resume=resume,
-                        hyper=hyper, log_dir=log_dir, asked={"command": sys.argv, "epochs": epochs, "source": data}, report=say,
+                        hyper=hyper, log_dir=log_dir, histograms=histograms, images=images,
+                        asked={"command": sys.argv, "epochs": epochs, "source": data}, report=say,
                         progress=_Progress(steps))  # fmt: skip
     done = training.run()
     if not training.first:

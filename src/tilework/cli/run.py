@@ -73,6 +73,8 @@ def command(
     data_in_memory: Annotated[bool, typer.Option("--data-in-memory", help="With --run-dir: read all data once.")] = False,
     bad_records: Annotated[Bad, typer.Option(help="With --run-dir: what to do with records that cannot be read.")] = Bad.stop,
     log_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="With --run-dir: what TensorBoard shows.")] = None,
+    histograms: Annotated[int, typer.Option(metavar="EVERY", help="With --log-dir: steps between histograms of weights.")] = 0,
+    images: Annotated[int, typer.Option(metavar="EVERY", help="With --log-dir: steps between pictures of masks.")] = 0,
     log: Annotated[Path | None, typer.Option(metavar="FILE", help="Write step and loss as JSON lines.")] = None,
     trust: Annotated[bool, typer.Option("--trust", help="Accept a file that other users could have changed.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
@@ -104,7 +106,7 @@ def command(
             data = f"digits:{data_path}"
         train(session, run_dir, data=data, epochs=epochs, steps=steps, save_every=save_every, keep=keep, resume=resume,
               hyper=values, seed=seed, shuffle=shuffle, workers=num_workers, bad_records=bad_records.value,
-              in_memory=data_in_memory, log_dir=log_dir, json=json)  # fmt: skip
+              in_memory=data_in_memory, log_dir=log_dir, histograms=histograms, images=images, json=json)  # fmt: skip
         return
     batches = _batches(data, data_path, session, seed)
     if group is not None:

@@ -2,7 +2,8 @@
 
 run.json          what was asked, the artifact and its hash, the machine; and how it ended
 metrics.jsonl     a line for each step: step, epoch, loss, samples per second, seconds since the start,
-                  and the norm of the gradients where the artifact computes it
+                  learning rate, and the norm of the gradients where the artifact computes it
+curves.png        the same as a picture
 log.txt           what was said
 checkpoints/      checkpoints.py
 .lock             locked by the process that trains here

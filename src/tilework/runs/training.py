@@ -22,10 +22,12 @@ import torch
 
 from ..artifact.names import Buffer, Kind, is_kind
 from ..data.feed import Feed, Position
-from ..errors import UserError
+from ..errors import TileworkError, UserError
 from ..runtime.session import Session
 from .checkpoints import Checkpoints, Saved, name_of
+from .curves import NAME, draw, series_of
 from .folder import RunFolder
+from .pictures import Pictures
 
 if TYPE_CHECKING:
     from .board import Board
@@ -56,6 +58,8 @@ class Training:
     resume      continue from the newest checkpoint, if there is one
     hyper       hyperparameters to set, also where the checkpoint has others
     log_dir     a folder for TensorBoard
+    histograms  steps between histograms of the parameters there; 0: none
+    images      steps between pictures there of what a segmentation model sees and finds; 0: none
     """
 
     def __init__(
@@ -70,13 +74,21 @@ class Training:
         resume: bool = False,
         hyper: Mapping[str, float] | None = None,
         log_dir: str | Path | None = None,
+        histograms: int = 0,
+        images: int = 0,
         asked: dict[str, Any] | None = None,
         report: Report = lambda _: None,
         progress: Callable[[int, int, float, float], None] = lambda *_: None,
     ) -> None:
         if save_every < 1:
             raise UserError("checkpoint-keep", "steps between checkpoints", found=str(save_every), expected="1 or more")
+        shown = {k: n for k, n in {"histograms": histograms, "images": images}.items() if n}
+        if any(n < 0 or log_dir is None for n in shown.values()):
+            raise UserError("run-board", "what TensorBoard is to show", found=", ".join(f"{k} {n}" for k, n in shown.items()),
+                            expected="steps between them, 1 or more, and a folder", fix="add log_dir (--log-dir)")  # fmt: skip
         self.session, self.feed, self.steps, self.save_every = session, feed, steps, save_every
+        self.histograms, self.images = histograms, images
+        self._pictures = Pictures(session, feed) if images else None
         self.group = session.group if session.group is not None and session.group.size > 1 else None
         self.first = self.group is None or self.group.rank == 0  # of several ranks one speaks
         self.folder, self._report, self.progress = RunFolder(folder), report, progress
@@ -89,6 +101,7 @@ class Training:
         self._norms = session.computes_grad_norm
         self._log_dir = Path(log_dir) if log_dir is not None and self.first else None
         self._board: Board | None = None
+        self._drawing = (0.0, 0.0)  # when curves.png was drawn last, and how long that took
         if self.group is not None:
             self.group.barrier()
         rank, ranks = (self.group.rank, self.group.size) if self.group is not None else (0, 1)
@@ -125,6 +138,7 @@ class Training:
         if self._board is not None:
             self._board.close()
         self.done.step, self.done.seconds = self.session.num_steps, time.perf_counter() - begin
+        self._draw()
         if self.first:
             last = self.done.losses[-1] if self.done.losses else None
             self.folder.note(state=state, step=self.done.step, loss=last, seconds=round(self.done.seconds, 3))
@@ -143,10 +157,13 @@ class Training:
                     losses, stop, took = self._together(_losses(result, chunk.num_steps), took)
                     self._record(losses, position.epoch, took, time.perf_counter() - started)
                     position, now = self._after(position, chunk.num_steps), session.num_steps
+                    self._show(now)
                     end = now >= self.steps or bool(stop)
                     if now % self.save_every == 0 or end:
                         self._save(position, losses[-1], background=not end)
                         saved = now
+                        if not end:
+                            self._draw_if_cheap()
                     if stop:
                         self.done.stopped = stop
                         self.say(f"{stop}: saved at step {now}")
@@ -163,10 +180,11 @@ class Training:
         return Position(position.epoch + 1) if batch >= self.feed.num_batches else Position(position.epoch, batch)
 
     def _sizes(self, size: int) -> Iterator[int]:
-        """Steps of each call: none goes past a checkpoint or the end. They are the same on all ranks."""
+        """Steps of each call: none goes past a checkpoint, or what is shown, or the end. They are the same on all ranks."""
         at = self.session.num_steps
         while at < self.steps:
-            count = min(size, self.save_every - at % self.save_every, self.steps - at)
+            stops = [every - at % every for every in (self.save_every, self.histograms, self.images) if every]
+            count = min(size, *stops, self.steps - at)
             yield count
             at += count
 
@@ -186,9 +204,10 @@ class Training:
         rate = round(len(losses) * rows / took, 1) if took else 0.0
         first = now - len(losses) + 1
         norms = self.session.grad_norms(len(losses)).tolist() if self._norms and self.first else []
+        rates = _learning_rates(self.session.hyper)
         if self.first:
             self.folder.add_metrics({"step": first + i, "epoch": epoch + 1, "loss": loss, "samples_per_second": rate,
-                                     "seconds": round(since, 3), **({"grad_norm": norms[i]} if norms else {})}
+                                     "seconds": round(since, 3), **rates, **({"grad_norm": norms[i]} if norms else {})}
                                     for i, loss in enumerate(losses))  # fmt: skip
         if self._board is not None:
             self._board.add(first, losses, rate, self.session.hyper, norms)
@@ -211,6 +230,36 @@ class Training:
         self.checkpoints.wait()
         steps = self.checkpoints.steps()
         return f"the checkpoint of step {steps[-1]} is good (--resume); " if steps else ""
+
+    # ---- what can be looked at ----
+
+    def _show(self, now: int) -> None:
+        """What TensorBoard gets beside the losses."""
+        if self._board is None:
+            return
+        self._board.add_memory(now, self.session.planned_bytes)
+        if self.histograms and now % self.histograms == 0:
+            tensors = self.session.tensors()
+            self._board.add_parameters(now, {Buffer(k).name: t for k, t in tensors.items() if is_kind(k, Kind.PARAM)})
+        if self._pictures is not None and now % self.images == 0:
+            self._board.add_picture(now, self._pictures.drawn())
+
+    def _draw_if_cheap(self) -> None:
+        """At a checkpoint, unless that would take more than a fiftieth of the time."""
+        drawn, took = self._drawing
+        if time.perf_counter() - drawn > 50 * took:
+            self._draw()
+
+    def _draw(self) -> None:
+        """curves.png. A run does not end because it cannot be drawn."""
+        if not self.first:
+            return
+        begin = time.perf_counter()
+        try:
+            draw(self.folder.path / NAME, series_of(self.folder.metrics()), str(self.folder.path))
+        except (TileworkError, OSError) as e:
+            self.say(f"{NAME} was not drawn: {e.fix if isinstance(e, TileworkError) else e}")
+        self._drawing = (time.perf_counter(), time.perf_counter() - begin)
 
     # ---- checkpoints ----
 
@@ -290,3 +339,9 @@ def _losses(result: Any, num_steps: int) -> list[float]:
     if result.losses is None:
         return [0.0] * num_steps
     return [float(v) for v in result.losses.reshape(num_steps, -1).float().mean(1)]
+
+
+def _learning_rates(hyper: Mapping[str, float]) -> dict[str, float]:
+    """One, as lr, where all groups have the same; otherwise by their names."""
+    rates = {k: v for k, v in hyper.items() if k.split(".")[-1] == "lr"}
+    return {"lr": next(iter(rates.values()))} if len(set(rates.values())) == 1 else rates

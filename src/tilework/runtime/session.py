@@ -454,6 +454,12 @@ class Session:
         with self._lock, self.page.during(COPY):
             return self.memory.read_all(*WEIGHTS)
 
+    @property
+    def planned_bytes(self) -> int:
+        """What was planned for this artifact at the most: its buffers, and the largest program's temporaries before fusion."""
+        temporary = max((p.temporary_bytes for p in self.manifest.programs.values()), default=0)
+        return sum(b.type().num_bytes for b in self.manifest.buffers.values()) + temporary
+
     def state_dict(self) -> dict[str, Tensor]:
         """Parameters and buffers by their names in the model, for model.load_state_dict. Tied ones appear under each name."""
         m = self.manifest
