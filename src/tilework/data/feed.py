@@ -78,6 +78,11 @@ class Feed:
             return np.arange(len(self.source))
         return np.random.default_rng((self.seed & 0xFFFF_FFFF_FFFF_FFFF, epoch)).permutation(len(self.source))
 
+    def records(self, position: Position, count: int) -> np.ndarray:
+        """Numbers of the records in so many batches from there: [count, batch_size]."""
+        order, at = self.order(position.epoch), np.arange(position.batch, position.batch + count) * self.ranks + self.rank
+        return order[: len(order) // self.batch_size * self.batch_size].reshape(-1, self.batch_size)[at]
+
     def first(self, count: int) -> Record:
         """The first records in the source's own order, as they are, without the transform."""
         return self._reader.rows(np.arange(count), [])

@@ -35,6 +35,9 @@ def source_of(
 ) -> Source:
     """The source that `text` names, checked against what the step takes."""
     kind, _, rest = text.partition(":")
+    if kind == "random":
+        raise UserError("data-option", "random data have no records, so that a run could not be continued with them",
+                        expected=", ".join(FORMS), fix="name the data: --data (docs/runs.md)")  # fmt: skip
     if kind not in FORMS:
         raise UserError("data-option", f"data {text!r}", expected=did_you_mean(kind, FORMS))
     parts = rest.split(":") if rest else []
