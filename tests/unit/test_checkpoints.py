@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -311,7 +312,7 @@ def test_a_label_out_of_range(path: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"out of range, in (one of the steps \d+ to|step) \d+ .epoch [12].") as e:
         train(path, tmp_path / "r", 40, records(label=3), resume=True)
     assert e.value.found.endswith("0 to 3 (0 to 2 are there); record 7 (row 7 of array 0)")
-    assert "the checkpoint of step 10 is good" in e.value.fix
+    assert re.match("the checkpoint of step (10|20) is good", e.value.fix)
     again, _ = train(path, tmp_path / "r", 40, resume=True)
     whole, _ = train(path, tmp_path / "whole", 40)
     same(whole, again)
