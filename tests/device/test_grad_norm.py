@@ -141,6 +141,12 @@ def test_a_step_that_was_undone_leaves_no_norm(workshop: Path) -> None:
         session.grad_norms(2)
 
 
+def test_a_device_without_numbers_has_none(workshop: Path) -> None:
+    opened(workshop, "linear", "cpu", optimizer="sgd")
+    with tilework.load(workshop / "norm-linear-cpu-sgd.pef", device="null") as session:
+        assert session.grad_norms(3).tolist() == [0.0] * 3
+
+
 def test_without_it_and_without_an_update(session_of, tmp_path: Path) -> None:
     session, _ = session_of("linear")
     with pytest.raises(UserError, match="--grad-norm"):

@@ -69,6 +69,16 @@ def test_a_page_compares_runs(tmp_path: Path) -> None:
     assert heights == sorted(heights)  # the loss falls, so the line goes down the page
 
 
+def test_gradient_norms_are_on_the_page_where_a_run_has_them(tmp_path: Path) -> None:
+    a, b = run(tmp_path / "a", [3.0, 2.0]), run(tmp_path / "b", [3.0, 2.0])
+    assert "Gradient norm" not in page([a, b])
+    RunFolder(b).add_metrics([{"step": 3, "epoch": 1, "loss": 1.0, "samples_per_second": 1.0, "grad_norm": 5.0}])
+    text = page([a, b])
+    charts = [ET.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", text, re.S)]
+    assert "Gradient norm" in text and len(charts) == 3
+    assert [bool(line.get("points")) for line in charts[1].findall("polyline")] == [False, True]
+
+
 def test_curves_are_means() -> None:
     assert thinned([(i, 2.0 * i) for i in range(5)]) == [(i, 2.0 * i) for i in range(5)]
     many = thinned([(i, i % 2) for i in range(2 * POINTS)] + [(9999, float("nan"))])

@@ -442,6 +442,8 @@ class Session:
                             fix="compile with grad_norm=True (--grad-norm)")  # fmt: skip
         with self._lock, self.page.during(COPY):
             made, norms = int(self.memory.read(count)), self.memory.read(history)
+        if not self._computes:  # a device without numbers has no losses either
+            return torch.zeros(num_steps)
         known = min(made, NORMS)
         if not 1 <= num_steps <= known:
             raise UserError("run-grad-norm", f"the norms of the last {num_steps} steps", found=f"{made} steps since loading",
