@@ -27,9 +27,9 @@ FULL = os.environ.get("TILEWORK_FULL") == "1"
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if "full" in item.keywords and not FULL:
+        if item.get_closest_marker("full") and not FULL:
             item.add_marker(pytest.mark.skip(reason="big numbers: make test-full"))
-        if "gpu" in item.keywords and not torch.cuda.is_available():
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no GPU on this machine"))
 
 

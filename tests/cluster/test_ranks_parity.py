@@ -17,14 +17,16 @@ import tilework
 WAYS = [("device", "auto"), ("device", "ring"), ("host", "ring"), ("host", "hierarchical")]
 
 
-def eager(rule: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+def eager(rule: str, norms: list[float] | None = None) -> tuple[list[float], dict[str, torch.Tensor]]:
     model, (x, y), losses = net(), data(), []
     optimizer = OPTIMIZERS[rule](model.parameters())
     for i in range(STEPS):
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(x[i]), y[i])
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if norms is not None:
+            norms.append(norm.item())
         optimizer.step()
         losses.append(loss.item())
     return losses, model.state_dict()
@@ -117,3 +119,19 @@ def test_sharded_optimizer_state(ranks: Ranks) -> None:
             (kept, total), (other, _) = (r["cases"][i]["kept"] for r in result)
             assert 0 < kept < total and kept + other == total
             assert result[0]["cases"][i]["state"] == result[1]["cases"][i]["state"]  # gathered
+
+
+def test_the_norm_of_the_gradients(ranks: Ranks) -> None:
+    """On every rank that of the reduced gradients: what eager PyTorch has for the joined batch, before clipping."""
+    paths = {micro: compile_for(ranks.folder, 2, "adamw", micro, shards=2, grad_norm=True) for micro in (1, 2)}
+    ways = (("device", 10, False), ("host", 1, False), ("host", 10, True))
+    cases = [{"path": str(path), "reduce": reduce, "algorithm": "auto", "steps": steps, "shard": shard}
+             for path in paths.values() for reduce, steps, shard in ways]  # fmt: skip
+    result = ranks(2, "train", json.dumps({"cases": cases}))
+    expected: list[float] = []
+    eager("adamw", expected)
+    for i in range(len(cases)):
+        judge(result, i, "adamw")
+        one, other = (r["cases"][i]["norms"] for r in result)
+        assert one == other
+        near(one, expected)

@@ -41,8 +41,8 @@ NAME = "whole_loop"
 WHOLE = ("linear", "mlp", "gru", "hidden", "dropout", "multi_output", "multi_optimizer", "per_element", "clipped", "stateful")
 
 
-def staged(step: tilework.Step) -> tuple[Plan, Stages]:
-    planned = plan_step(step, tilework.Options(device="reference", programs="fused"))
+def staged(step: tilework.Step, **options: bool) -> tuple[Plan, Stages]:
+    planned = plan_step(step, tilework.Options(device="reference", programs="fused", **options))
     return planned, stages(planned.programs["step"], target_for("sm_90"))
 
 
@@ -98,7 +98,7 @@ def compare(planned: Plan, made: Stages, plan: Owned, step: tilework.Step, threa
     assert not emulated.out_of_range
     worst = 0.0
     for name in before:
-        if not is_kind(name, Kind.PARAM, Kind.BUFFER, Kind.STATE) and name not in outputs:
+        if not is_kind(name, Kind.PARAM, Kind.BUFFER, Kind.STATE, Kind.NORM) and name not in outputs:
             continue
         theirs = torch.stack(results[name]) if name in outputs else expected[name]
         if theirs.numel() and bool(torch.isfinite(theirs).all()):
@@ -111,6 +111,15 @@ def compare(planned: Plan, made: Stages, plan: Owned, step: tilework.Step, threa
 def test_models(name: str) -> None:
     step = MODELS[name]()
     planned, made = staged(step)
+    for blocks, threads, order in ((1, 64, 0), (4, 64, 1), (3, 32, 2)):
+        assert compare(planned, made, owned(made, blocks, threads), step, threads, order) < 2e-5
+
+
+@pytest.mark.parametrize("name", ["linear", "mlp", "clipped"])
+def test_the_norm_of_the_gradients(name: str) -> None:
+    step = MODELS[name]()
+    planned, made = staged(step, grad_norm=True)
+    assert "norm/history" in planned.buffers
     for blocks, threads, order in ((1, 64, 0), (4, 64, 1), (3, 32, 2)):
         assert compare(planned, made, owned(made, blocks, threads), step, threads, order) < 2e-5
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,8 +18,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import tilework
-from tilework.data import Arrays, Feed
-from tilework.errors import UserError
+from tilework.data import Arrays, Feed, Position
+from tilework.data.named import source_of
+from tilework.errors import MachineError, UserError
 from tilework.runs.checkpoints import Checkpoints, name_of
 from tilework.runs.folder import RunFolder
 from tilework.runs.training import Training
@@ -161,13 +165,16 @@ class Net(nn.Module):
         return self.last(F.dropout(torch.relu(self.norm(self.first(x))), 0.2, self.training))
 
 
-@pytest.fixture(scope="module")
-def path(workshop: Path) -> Path:
+def a_step() -> tilework.Step:
     torch.manual_seed(0)
     model = Net()
-    step = tilework.Step(model=model, loss=nn.CrossEntropyLoss(), optimizer=torch.optim.Adam(model.parameters(), lr=1e-2),
+    return tilework.Step(model=model, loss=nn.CrossEntropyLoss(), optimizer=torch.optim.Adam(model.parameters(), lr=1e-2),
                          inputs=(torch.randn(ROWS, 6),), targets=(torch.randint(0, 3, (ROWS,)),))  # fmt: skip
-    tilework.compile(step, workshop / "resume.pef", options=tilework.Options(opt_level=1, programs="fused"))
+
+
+@pytest.fixture(scope="module")
+def path(workshop: Path) -> Path:
+    tilework.compile(a_step(), workshop / "resume.pef", options=tilework.Options(opt_level=1, programs="fused"))
     return workshop / "resume.pef"
 
 
@@ -212,6 +219,23 @@ def test_in_parts_is_the_same_as_at_once(path: Path, tmp_path: Path) -> None:
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole") and len(losses(tmp_path / "whole")) == 60
     note = RunFolder(tmp_path / "parts").read()
     assert note["state"] == "done" and note["step"] == 60 and note["digest"] == whole.session.artifact.digest
+
+
+def test_the_norm_of_the_gradients_is_written(tmp_path: Path) -> None:
+    """Of each step, whatever the number of steps in a call; also after a resume."""
+    step = a_step()
+    path = tmp_path / "norms.pef"
+    tilework.compile(step, path, options=tilework.Options(opt_level=1, programs="fused", grad_norm=True))
+    train(path, tmp_path / "whole", 30)
+    train(path, tmp_path / "parts", 13)
+    train(path, tmp_path / "parts", 30, resume=True)
+    norms = [[m["grad_norm"] for m in RunFolder(tmp_path / part).metrics()] for part in ("whole", "parts")]
+    assert len(norms[0]) == 30 and norms[0] == norms[1]
+    with tilework.load(path, seed=4, num_threads=1) as session:
+        feed = Feed(records(), ROWS, seed=4)
+        for chunk, norm in zip(feed.chunks(Position(), itertools.repeat(1)), norms[0], strict=False):
+            session.run(*chunk.inputs)
+            assert session.grad_norm == norm
 
 
 def test_the_optimizer_and_the_random_numbers_matter_here(path: Path, tmp_path: Path) -> None:
@@ -263,6 +287,7 @@ def test_a_loss_that_is_not_a_number_ends_the_run(path: Path, tmp_path: Path) ->
     with pytest.raises(UserError, match=r"the loss of step \d+ \(epoch \d\) is nan") as e:
         train(path, tmp_path / "r", 40, records(bad=3), resume=True)
     assert e.value.id == "loss-nan" and "the checkpoint of step 10 is good" in e.value.fix
+    assert "x is not finite in record 3 (row 3 of array 0)" in e.value.found
     assert Checkpoints(tmp_path / "r" / "checkpoints").steps() == [10]
     assert RunFolder(tmp_path / "r").read()["state"].startswith("failed: UserError: [loss-nan]")
 
@@ -276,6 +301,7 @@ def test_an_exploding_loss_ends_the_run(path: Path, tmp_path: Path) -> None:
                         hyper={"lr": 1e38}, report=told.append)  # fmt: skip
     with pytest.raises(UserError) as e:
         training.run()
+    assert "the inputs of its batch are finite (records " in e.value.found or "weights" in e.value.summary
     assert e.value.id == "loss-nan" and any("lr was 0.01, is 1e+38" in t for t in told)
     _, good = Checkpoints(tmp_path / "r" / "checkpoints").newest()
     assert all(torch.isfinite(t).all() for k, t in good.tensors.items() if k.startswith("param"))
@@ -283,8 +309,10 @@ def test_an_exploding_loss_ends_the_run(path: Path, tmp_path: Path) -> None:
 
 def test_a_label_out_of_range(path: Path, tmp_path: Path) -> None:
     train(path, tmp_path / "r", 10)
-    with pytest.raises(UserError, match=r"out of range|outside"):
+    with pytest.raises(UserError, match=r"out of range, in (one of the steps \d+ to|step) \d+ .epoch [12].") as e:
         train(path, tmp_path / "r", 40, records(label=3), resume=True)
+    assert e.value.found.endswith("0 to 3 (0 to 2 are there); record 7 (row 7 of array 0)")
+    assert re.match("the checkpoint of step (10|20) is good", e.value.fix)
     again, _ = train(path, tmp_path / "r", 40, resume=True)
     whole, _ = train(path, tmp_path / "whole", 40)
     same(whole, again)
@@ -295,8 +323,9 @@ def test_the_last_checkpoint_cannot_be_written(path: Path, tmp_path: Path, monke
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("safetensors.torch.save_file", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(MachineError, match="the last checkpoint, of step 10, was not written") as e:
         train(path, tmp_path / "r", 10)
+    assert e.value.id == "run-unwritten" and "No space left" in e.value.found and "there is no earlier one" in e.value.fix
     assert "not written" in (tmp_path / "r" / "log.txt").read_text()
 
 
@@ -338,3 +367,56 @@ def test_half_a_line_of_metrics(tmp_path: Path) -> None:
     folder.cut_metrics(4)
     assert [m["step"] for m in folder.metrics()] == [1, 2, 3, 4]
     assert json.loads((tmp_path / "r" / "metrics.jsonl").read_text().splitlines()[2])["loss"] == 1.0
+
+
+def test_metrics_wait_for_room(tmp_path: Path) -> None:
+    """A full disk takes no half line, and no line is lost once there is room again."""
+    folder = RunFolder(tmp_path)
+    folder.add_metrics([{"step": 1}])
+    (tmp_path / "metrics.jsonl").rename(tmp_path / "aside")
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    (tmp_path / "log.txt").symlink_to("/dev/full")
+    folder.say("nobody reads this")
+    folder.add_metrics([{"step": 2}])
+    assert "No space left" in folder.problem and len(folder.waiting) == 1
+    (tmp_path / "aside").rename(tmp_path / "metrics.jsonl")
+    folder.add_metrics([{"step": 3}])
+    assert [m["step"] for m in folder.metrics()] == [1, 2, 3] and not folder.problem and not folder.waiting
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 96 KB."""
+    place = tmp_path / "small"
+    place.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=96k", "tmpfs", str(place)], capture_output=True, check=False)
+    if made.returncode:
+        pytest.skip("no disk of its own can be mounted here")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def test_a_run_on_a_full_disk(path: Path, tmp_path: Path, small_disk: Path) -> None:
+    """The run goes on to its end and says what is missing; with room again, it ends as if nothing had been."""
+    with pytest.raises(MachineError, match="the last checkpoint, of step 1200, was not written") as e:
+        train(path, small_disk / "r", 1200)
+    good = Checkpoints(small_disk / "r" / "checkpoints").steps()[-1]
+    assert f"the checkpoint of step {good} is good" in e.value.fix and 0 < good < 1200
+    lines = losses(small_disk / "r")
+    assert lines and (small_disk / "r" / "metrics.jsonl").read_text().endswith("}\n")
+    subprocess.run(["mount", "-o", "remount,size=8m", str(small_disk)], check=True)
+    again, told = train(path, small_disk / "r", 1200, resume=True)
+    assert f"continuing from {name_of(good)}" in told
+    whole, _ = train(path, tmp_path / "whole", 1200)
+    same(whole, again)
+    assert losses(small_disk / "r") == losses(tmp_path / "whole")
+
+
+def test_a_folder_that_cannot_be_written(path: Path) -> None:
+    with pytest.raises(MachineError, match=r"\[run-unwritten\]"):
+        train(path, Path("/proc/none"), 1)
+
+
+def test_random_data_cannot_be_continued() -> None:
+    with pytest.raises(UserError, match="random data have no records"):
+        source_of("random", [])

@@ -276,3 +276,11 @@ def test_our_bug_exits_with_4(place: Path) -> None:
     code = "import tilework.cli.main as m, tilework.cli.doctor as d; d._checks = lambda: 1 / 0; m.main(['doctor'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 4 and "bug in Tilework" in done.stderr and "Traceback" in done.stderr
+
+
+def test_options_of_a_run_in_a_folder(place: Path) -> None:
+    """An option that would do nothing is refused, not passed over."""
+    found = tilework(place, "run", "m.pef", "--steps", "1", "--num-workers", "2", "--log-dir", "board", "--resume")
+    assert found.returncode == 2 and "--resume" in found.stderr and "--log-dir" in found.stderr and "--run-dir" in found.stderr
+    found = tilework(place, "run", "m.pef", "--data", "digits", "--run-dir", "r", "--save", "w.safetensors")
+    assert found.returncode == 2 and "--save: not for a run" in found.stderr and not (place / "r").exists()

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from tilework.data import Arrays, BadRecord, Each, Feed, Position, formats
+from tilework.data import Arrays, BadRecord, Each, Feed, Position, formats, kept
 from tilework.data.named import source_of
-from tilework.errors import UserError
+from tilework.errors import MachineError, UserError
 
 NUMBERS = torch.arange(40)
 
@@ -238,3 +238,101 @@ def test_named_sources(tmp_path: Path) -> None:
         source_of(f"idx:{tmp_path / 'none.idx'}", wanted[:1])
     write_idx(tmp_path / "b.idx", np.full((2, 28, 28), 51, np.uint8), 0x08)
     assert source_of(f"idx:{tmp_path / 'b.idx'}", wanted[:1]).rows(np.array([0]))[0].mean().item() == pytest.approx(0.2)
+
+
+# ---- records that are kept ----
+
+
+class Counted:
+    """How often each record was read; some cannot be."""
+
+    def __init__(self, bad: tuple[int, ...] = (), count: int = 200) -> None:
+        self.read = np.zeros(count, np.int64)
+        self.bad = bad
+
+    def __len__(self) -> int:
+        return len(self.read)
+
+    def place(self, number: int) -> str:
+        return f"file {number}"
+
+    def rows(self, numbers: np.ndarray) -> tuple[torch.Tensor, ...]:
+        for n in numbers.tolist():
+            self.read[n] += 1
+            if n in self.bad:
+                raise BadRecord(n, self.place(n), "torn")
+        picked = torch.from_numpy(numbers)
+        return picked.to(torch.bfloat16)[:, None] + torch.arange(3), picked, picked % 2 == 0
+
+
+def keeps(how: str, found: Counted, folder: Path, told: list[str]) -> kept.Kept:
+    return kept.in_memory(found) if how == "memory" else kept.on_disk(found, folder, "images:somewhere:8", [], told.append)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("how", ["memory", "disk"])
+def test_records_are_read_once(how: str, workers: int, tmp_path: Path) -> None:
+    told: list[str] = []
+    original = Counted()
+    expected = [[t.clone() for t in c.inputs] for c in Feed(Counted(), 8, seed=5).chunks(Position(), iter(lambda: 3, None))]
+    found = keeps(how, original, tmp_path, told)
+    before = original.read.copy()
+    for _ in range(2):
+        feed = Feed(found, 8, seed=5, num_workers=workers)
+        made = [c.inputs for c in feed.chunks(Position(), iter(lambda: 3, None))]
+        assert all(
+            torch.equal(a, b) and a.dtype == b.dtype
+            for x, y in zip(made, expected, strict=True)
+            for a, b in zip(x, y, strict=True)
+        )
+    assert (original.read == before).all() and before[1:].max() == 1
+    if how == "disk":
+        again = keeps(how, unread := Counted(), tmp_path, told)
+        assert unread.read.sum() == 0 and len(told) == 1 and torch.equal(again.rows(np.array([9]))[1], torch.tensor([9]))
+
+
+@pytest.mark.parametrize("how", ["memory", "disk"])
+@pytest.mark.parametrize("bad", [(0,), (0, 1, 70), tuple(range(64, 128)), (199,)])
+def test_what_cannot_be_read_is_remembered(how: str, bad: tuple[int, ...], tmp_path: Path) -> None:
+    for _ in range(2):  # the second time, on disk, from what is there
+        found = keeps(how, Counted(bad), tmp_path, [])
+        good = np.array([n for n in range(200) if n not in bad])
+        assert torch.equal(found.rows(good)[1], torch.from_numpy(good))
+        with pytest.raises(BadRecord, match=f"record {bad[0]} .file {bad[0]}.: torn"):
+            found.rows(np.arange(200))
+        skipping = Feed(found, 8, shuffle=False, bad_records="skip")
+        seen = torch.cat([c.inputs[1] for c in skipping.chunks(Position(), iter(lambda: 1, None))])
+        assert len(seen) == 200 and not set(seen.tolist()) & set(bad)
+    with pytest.raises(UserError, match="no record can be read"):
+        keeps(how, Counted(tuple(range(200))), tmp_path / "none", [])
+
+
+def test_files_that_change_are_read_again(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.arange(12.0).reshape(6, 2))
+    np.save(tmp_path / "y.npy", np.arange(6))
+    name, told = f"npy:{tmp_path / 'x.npy'},{tmp_path / 'y.npy'}", []
+    wanted = [("x", torch.float32, (2,)), ("y", torch.int64, ())]
+
+    def first() -> float:
+        return source_of(name, wanted, cache=tmp_path / "c", report=told.append).rows(np.array([0]))[0][0, 0].item()
+
+    assert first() == first() == 0.0 and len(told) == 1
+    np.save(tmp_path / "x.npy", np.arange(12.0).reshape(6, 2) + 7)
+    assert first() == 7.0 and len(told) == 2
+    other = source_of(name, [("x", torch.float64, (2,)), wanted[1]], cache=tmp_path / "c", report=told.append)
+    assert len(told) == 3 and other.rows(np.array([1]))[0].dtype == torch.float64
+    for damage in ("cache.json", "0.npy"):  # it is noticed, and made again
+        for folder in (tmp_path / "c").glob("[0-9a-f]*"):
+            (folder / damage).write_bytes((folder / damage).read_bytes()[:-1])
+        assert first() == 7.0
+    assert len(told) == 5 and not list((tmp_path / "c").glob("*.part"))
+
+
+def test_no_room_for_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(kept.os, "fsync", full)
+    with pytest.raises(MachineError, match=r"\[data-cache\]") as e:
+        keeps("disk", Counted(), tmp_path, [])
+    assert "No space left" in e.value.found and not [p for p in tmp_path.iterdir() if not p.name.endswith(".lock")]

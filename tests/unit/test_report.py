@@ -11,10 +11,14 @@ import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from PIL import Image
 
 from tilework.errors import UserError
-from tilework.runs.board import Board
+from tilework.runs.board import Board, resident_bytes
+from tilework.runs.curves import COLORS, FIRST, OTHERS, WIDTH, draw, nice, series_of
 from tilework.runs.folder import RunFolder
 from tilework.runs.report import POINTS, chart, find, page, summary, thinned, tick
 
@@ -63,6 +67,16 @@ def test_a_page_compares_runs(tmp_path: Path) -> None:
     assert len(points) == POINTS
     heights = [float(p.split(",")[1]) for p in points]
     assert heights == sorted(heights)  # the loss falls, so the line goes down the page
+
+
+def test_gradient_norms_are_on_the_page_where_a_run_has_them(tmp_path: Path) -> None:
+    a, b = run(tmp_path / "a", [3.0, 2.0]), run(tmp_path / "b", [3.0, 2.0])
+    assert "Gradient norm" not in page([a, b])
+    RunFolder(b).add_metrics([{"step": 3, "epoch": 1, "loss": 1.0, "samples_per_second": 1.0, "grad_norm": 5.0}])
+    text = page([a, b])
+    charts = [ET.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", text, re.S)]
+    assert "Gradient norm" in text and len(charts) == 3
+    assert [bool(line.get("points")) for line in charts[1].findall("polyline")] == [False, True]
 
 
 def test_curves_are_means() -> None:
@@ -137,12 +151,63 @@ def test_tensorboard(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     board = Board(tmp_path, 0)
-    board.add(1, [3.0, 2.0, 1.0], 50.0, {"lr": 0.1, "momentum": 0.9})
+    board.add(1, [3.0, 2.0, 1.0], 50.0, {"lr": 0.1, "momentum": 0.9}, [7.0, 8.0, 9.0])
     board.close()
     time.sleep(1.1)  # files are told apart by the second
     board = Board(tmp_path, 2)
     board.add(3, [1.5], 60.0, {"lr": 0.05})
     board.close()
     found = EventAccumulator(str(tmp_path)).Reload()
-    assert sorted(found.Tags()["scalars"]) == ["train/loss", "train/lr", "train/samples_per_second"]
+    assert sorted(found.Tags()["scalars"]) == ["train/grad_norm", "train/loss", "train/lr", "train/samples_per_second"]
+    assert [(e.step, e.value) for e in found.Scalars("train/grad_norm")] == [(1, 7.0), (2, 8.0)]
     assert [(e.step, e.value) for e in found.Scalars("train/loss")] == [(1, 3.0), (2, 2.0), (3, 1.5)]
+
+
+def test_tensorboard_shows_memory_histograms_and_pictures(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = Board(tmp_path, 0)
+    board.add_memory(2, 5_000_000)
+    board.add_parameters(2, {"fc.weight": torch.randn(3, 4), "empty": torch.empty(0), "n": torch.tensor(3)})
+    board.add_picture(2, np.full((8, 16, 3), 200, np.uint8))
+    board.close()
+    found = EventAccumulator(str(tmp_path)).Reload()
+    (planned,), (resident,) = (found.Scalars(f"memory/{k}_mb") for k in ("session_planned", "process_resident"))
+    assert planned.value == 5.0 and 50 < resident.value < 1e5
+    assert sorted(found.Tags()["histograms"]) == ["parameters/fc.weight", "parameters/n"]
+    (picture,) = found.Images("samples/input, target, prediction")
+    assert (picture.step, picture.width, picture.height) == (2, 16, 8)
+    assert resident_bytes(tmp_path / "none") is None
+
+
+def image_of(path: Path) -> np.ndarray:
+    with Image.open(path) as found:
+        return np.asarray(found.convert("RGB"))
+
+
+def test_curves(tmp_path: Path) -> None:
+    """A panel for each series that there is; the line is where its values are."""
+    lines = [{"step": i + 1, "loss": 1.0 if i < 500 else 3.0, "samples_per_second": 10.0, "lr": 0.1, "seconds": i, "epoch": 1}
+             for i in range(1000)]  # fmt: skip
+    assert [s.title for s in series_of(lines)] == ["loss", "samples per second"]  # a constant learning rate is no curve
+    draw(tmp_path / "c.png", series_of(lines), "runs/one")
+    picture = image_of(tmp_path / "c.png")
+    assert picture.shape == (FIRST + OTHERS, WIDTH, 3)
+    loss = np.abs(picture[:FIRST].astype(int) - COLORS[0]).sum(2) < 120  # pixels of the line
+    heights = [np.flatnonzero(loss[:, x]).mean() for x in (200, 400, 650, 850)]
+    assert heights[0] == pytest.approx(heights[1], abs=1) and heights[2] == pytest.approx(heights[3], abs=1)
+    assert heights[0] - heights[2] > FIRST / 2  # from 1 up to 3
+    more = [{**line, "grad_norm": 5.0 / (line["step"]), "lr": line["step"] * 1e-3} for line in lines]
+    more += [{"step": 1001, "loss": float("nan"), "grad_norm": float("inf"), "samples_per_second": 0.0}]
+    assert [s.title for s in series_of(more)] == ["loss", "gradient norm", "lr", "samples per second"]
+    draw(tmp_path / "c.png", series_of(more))
+    assert image_of(tmp_path / "c.png").shape == (FIRST + 3 * OTHERS, WIDTH, 3)
+    for values in ([2.0], [0.0, 0.0], [-1.0, 5.0], [1e-9, 1e9], [1e30, 1e30]):
+        draw(tmp_path / "c.png", series_of([{"step": i, "loss": v} for i, v in enumerate(values, 1)]))
+    draw(tmp_path / "none.png", series_of([]))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["c.png"]
+
+
+def test_round_numbers() -> None:
+    assert nice(0, 3000, 8) == [0, 500, 1000, 1500, 2000, 2500, 3000]
+    assert nice(0.07, 2.6, 5) == [1.0, 2.0] and nice(0, 3, 8, whole=True) == [0, 1, 2, 3] and nice(5, 5, 8) == [5]

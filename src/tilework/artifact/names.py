@@ -25,6 +25,7 @@ class Kind(StrEnum):
     OUTGRAD = "outgrad"  # what backward starts from
     SAVED = "saved"  # what fwd keeps for bwd
     CHECK = "check"  # one number for each check of values: NaN where it fails
+    NORM = "norm"  # of the gradients: count, how many steps; history, the newest of them (Options.grad_norm)
 
     def of(self, name: str, signature: str = "") -> str:
         """The buffer of this kind with that name."""
@@ -34,6 +35,8 @@ class Kind(StrEnum):
 SEED = Kind.RNG.of("seed")
 SUMMED = (Kind.GRAD, Kind.RAN)  # what micro-batches add to
 WEIGHTS = (Kind.PARAM, Kind.BUFFER, Kind.STATE)  # what training changes, and a checkpoint holds
+KEPT = (*WEIGHTS, *SUMMED, Kind.NORM)  # what one step leaves for the next
+NORMS = 1024  # how many steps' gradient norms a session remembers
 # The memory of one signature: everything whose shape may follow from the batch.
 OWN = (Kind.INPUT, Kind.INPUT_GRAD, Kind.OUTPUT, Kind.INFER, Kind.OUTGRAD, Kind.SAVED, Kind.CHECK)
 

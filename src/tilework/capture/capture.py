@@ -65,6 +65,7 @@ def capture(
     step: Step,
     *,
     keep_momentum: bool = False,
+    grad_norm: bool = False,
     num_replicas: int = 1,
     sync_batch_norm: bool = False,
     sections: bool = True,
@@ -77,7 +78,7 @@ def capture(
     constants: those of the steps that were captured before it, for the same artifact."""
     together = synchronised(step.modules, everywhere=sync_batch_norm) if num_replicas > 1 else nullcontext()
     with _one_at_a_time, together:
-        return _Capture(settled(step), keep_momentum, constants or Constants(), report).run(sections)
+        return _Capture(settled(step), keep_momentum, grad_norm, constants or Constants(), report).run(sections)
 
 
 _one_at_a_time = threading.RLock()  # torch traces in one thread of a process at a time, or fails
@@ -129,9 +130,11 @@ def _ordered_unique(wanted: Sequence[str]) -> list[str]:
 
 
 class _Capture:
-    def __init__(self, step: Step, keep_momentum: bool, constants: Constants, report: Callable[[str], None]) -> None:
+    def __init__(
+        self, step: Step, keep_momentum: bool, grad_norm: bool, constants: Constants, report: Callable[[str], None]
+    ) -> None:
         self.step = step
-        self.keep_momentum = keep_momentum
+        self.keep_momentum, self.grad_norm = keep_momentum, grad_norm
         self.report = report
         self.constants = constants
         self.checks: dict[Literal["fwd", "infer"], list[Check]] = {}
@@ -166,6 +169,11 @@ class _Capture:
         ran = {k: Kind.RAN.of(str(self.formulas.index(formula))) for k, formula in probe.when.items()}
         self.groups = groups_of(step, probe.trainable, self.keep_momentum, ran)
         self._check_optimizers()
+        if self.grad_norm and step.train and not any(g.params for g in self.groups):
+            raise UserError("options", "grad_norm: the norm is computed in the update, and this step has none",
+                            found="no optimizer" if not step.optimizers else "no parameter that the optimizer updates",
+                            fix="give the step an optimizer; or leave out grad_norm (--grad-norm), keep the gradients, and "
+                            "take the norm on the host: session.gradients()")  # fmt: skip
         self.hyper = self._hyper()
         sections: dict[str, Graph] = {}
         self.changing = list(probe.changing)
@@ -344,7 +352,7 @@ class _Capture:
     def _opt(self, bwd: Graph) -> Graph:
         have = {Buffer(b).name for b in bwd.written if is_kind(b, Kind.GRAD)}
         hyper = [name for name in self.hyper if hyper_kind(name) != Hyper.DROPOUT]
-        graph, self.updated = opt_graph(self.groups, self.probe.trainable, have, hyper)
+        graph, self.updated = opt_graph(self.groups, self.probe.trainable, have, hyper, grad_norm=self.grad_norm)
         return graph
 
     def _take_optimizer_state(self, sections: dict[str, Graph]) -> None:

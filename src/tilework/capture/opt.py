@@ -11,24 +11,36 @@ import torch
 from torch import Tensor
 
 from ..artifact.graph import Graph, Node, TensorType
-from ..artifact.names import Kind
-from .optimizers import Group, clip
+from ..artifact.names import NORMS, Kind
+from .optimizers import Group, clip, global_norm
 from .rules import derived, packed, updated_by
 from .trace import to_graph, trace
 
+_COUNT, _HISTORY = Kind.NORM.of("count"), Kind.NORM.of("history")
+# The norms of the newest steps: that of step n is at n % NORMS. So a loop of many steps in one call keeps each of them.
+_NORM = {_COUNT: TensorType("int64", (), ()), _HISTORY: TensorType.dense("float32", (NORMS,))}
+
 
 def opt_graph(
-    groups: Sequence[Group], params: dict[str, Tensor], with_gradients: Collection[str], hyper: Sequence[str]
+    groups: Sequence[Group],
+    params: dict[str, Tensor],
+    with_gradients: Collection[str],
+    hyper: Sequence[str],
+    *,
+    grad_norm: bool = False,
 ) -> tuple[Graph, list[str]]:
-    """(the section, which parameters it updates): reads gradients, writes parameters and optimizer state."""
+    """(the section, which parameters it updates): reads gradients, writes parameters and optimizer state.
+    `grad_norm`: and the norm of the gradients, as they are before clipping."""
     updated = [k for g in groups for k in g.params if k in with_gradients]
     with torch.no_grad():
-        return _Updating(groups, params, updated, hyper).run(), updated
+        return _Updating(groups, params, updated, hyper, grad_norm).run(), updated
 
 
 class _Updating:
-    def __init__(self, groups: Sequence[Group], params: dict[str, Tensor], updated: list[str], hyper: Sequence[str]) -> None:
-        self.groups, self.updated, self.hyper = groups, set(updated), hyper
+    def __init__(
+        self, groups: Sequence[Group], params: dict[str, Tensor], updated: list[str], hyper: Sequence[str], grad_norm: bool
+    ) -> None:
+        self.groups, self.updated, self.hyper, self.grad_norm = groups, set(updated), hyper, grad_norm
         self.params = {k: params[k].detach() for k in updated}
         self.rules: dict[Any, _Traced] = {}
 
@@ -69,19 +81,25 @@ class _Updating:
             writes.append((step, values[f"steps/{g.counter}"]))
             types[step] = TensorType("int64", (), ())
             reads.setdefault(step)
+        if self.grad_norm:
+            writes += [(buffer, values[buffer]) for buffer in _NORM]
+            types |= _NORM
         graph = Graph("opt", tuple(reads), tuple(nodes), tuple(writes), types).prune()
         graph.verify()
         return graph
 
     def _head(self) -> Graph:
-        """What comes before the updates: gradients clipped, and each group's scalars."""
+        """What comes before the updates: gradients clipped, their norm before that, and each group's scalars."""
         clipped = list(self.params) if {"clip_norm", "clip_value"} & set(self.hyper) else []
-        reads = [Kind.GRAD.of(k) for k in clipped]
-        example = [self.params[k].contiguous() for k in clipped]  # gradients and state are dense, whatever the parameter's layout
+        taken = list(self.params) if self.grad_norm else clipped
+        reads = [Kind.GRAD.of(k) for k in taken]
+        example = [self.params[k].contiguous() for k in taken]  # gradients and state are dense, whatever the parameter's layout
         reads += [Kind.STATE.of(f"{g.counter}/step") for g in self.groups] + [Kind.HYPER.of(name) for name in self.hyper]
         example += [torch.tensor(0) for _ in self.groups] + [torch.tensor(1.0, dtype=torch.float64) for _ in self.hyper]
         ran = sorted({g.ran for g in self.groups if g.ran})
         reads, example = reads + ran, example + [torch.tensor(1.0) for _ in ran]
+        if self.grad_norm:
+            reads, example = [*reads, *_NORM], [*example, *(kind.empty().zero_() for kind in _NORM.values())]
         results: list[str] = []
 
         def head(*args: Tensor) -> list[Tensor]:
@@ -98,6 +116,11 @@ class _Updating:
             )
             for k, grad in grads.items():
                 result(f"clipped/{k}", grad)
+            if self.grad_norm:
+                made, history = (v[buffer] for buffer in _NORM)
+                here = torch.arange(NORMS) == made % NORMS
+                result(_COUNT, made + 1)
+                result(_HISTORY, torch.where(here, global_norm({k: v[Kind.GRAD.of(k)] for k in taken}), history))
             for g in self.groups:
                 before = v[Kind.STATE.of(f"{g.counter}/step")]
                 step = before + 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,7 +97,11 @@ def clip(grads: dict[str, Tensor], norm: Tensor | None, value: Tensor | None) ->
     if value is not None:
         grads = {k: torch.minimum(torch.maximum(g, (-value).to(g.dtype)), value.to(g.dtype)) for k, g in grads.items()}
     if norm is not None and grads:
-        total = torch.stack([g.float().square().sum() for g in grads.values()]).sum().sqrt()
-        scale = torch.clamp(norm / (total + 1e-6), max=1.0)
+        scale = torch.clamp(norm / (global_norm(grads) + 1e-6), max=1.0)
         grads = {k: g * scale.to(g.dtype) for k, g in grads.items()}
     return grads
+
+
+def global_norm(grads: Mapping[str, Tensor]) -> Tensor:
+    """The L2 norm of all gradients together."""
+    return torch.stack([g.float().square().sum() for g in grads.values()]).sum().sqrt()

@@ -53,12 +53,13 @@ _SHAKEN = (
 )  # units in the last place; the later ones only where the earlier do not explain everything
 _ROUNDING = 1e-6  # of the largest tensor of a kind: all that there is of a tensor in which everything cancels
 # Which program a kind of tensor comes from. The second step blames the same ones.
+_OF_OPT = {"gradient norm": "opt", "parameter": "opt", "state": "opt"}
 _PROGRAMS = {
-    "sections": {"output": "fwd", "buffer": "fwd", "gradient": "bwd", "parameter": "opt", "state": "opt"},
-    "accumulate": {"output": "accumulate", "buffer": "accumulate", "gradient": "accumulate", "parameter": "opt", "state": "opt"},
+    "sections": {"output": "fwd", "buffer": "fwd", "gradient": "bwd", **_OF_OPT},
+    "accumulate": {"output": "accumulate", "buffer": "accumulate", "gradient": "accumulate", **_OF_OPT},
 }  # fmt: skip
 _WAYS = ("fused", "sections", "again", "infer")
-_ORDER = ("output", "buffer", "gradient", "parameter", "state")  # of computation
+_ORDER = ("output", "buffer", "gradient", "gradient norm", "parameter", "state")  # of computation
 
 
 @dataclass(frozen=True)

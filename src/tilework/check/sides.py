@@ -31,7 +31,7 @@ from ..step import Step
 SEED = 20240229
 
 Tensors = dict[str, Tensor]
-Results = dict[str, dict[str, Tensors]]  # way -> kind (output, gradient, parameter, state, buffer) -> name -> tensor
+Results = dict[str, dict[str, Tensors]]  # way -> kind (output, gradient, its norm, parameter, state, buffer) -> name -> tensor
 
 
 # ---- the artifact's side ----
@@ -126,7 +126,10 @@ def _state(session: Session) -> dict[str, Tensors]:
     def of(kind: Kind) -> Tensors:
         return {b.name: t for b, t in tensors.items() if b.kind == kind}
 
-    return {"parameter": of(Kind.PARAM), "state": of(Kind.STATE), "buffer": of(Kind.BUFFER)}
+    made = {"parameter": of(Kind.PARAM), "state": of(Kind.STATE), "buffer": of(Kind.BUFFER)}
+    if Kind.NORM.of("count") in session.memory and int(session.memory.read(Kind.NORM.of("count"))):
+        made["gradient norm"] = {"total": session.grad_norms()[0]}
+    return made
 
 
 def _named_outputs(signature: Signature, result: Any) -> Tensors:
@@ -206,6 +209,9 @@ def _train(manifest: Manifest, signature: Signature, step: Step, inputs: list[Te
         if leaf.grad is not None:
             gradients[f"input/{argument.name}"] = leaf.grad.clone()
     trained = [p for opt in step.optimizers for g in opt.param_groups for p in g["params"] if p.grad is not None]
+    norm = {}
+    if Kind.NORM.of("count") in manifest.buffers:
+        norm["total"] = torch.nn.utils.get_total_norm([p.grad.float() for p in trained if p.grad is not None])
     if step.clip_value is not None:
         torch.nn.utils.clip_grad_value_(trained, step.clip_value)
     if step.clip_norm is not None:
@@ -226,6 +232,7 @@ def _train(manifest: Manifest, signature: Signature, step: Step, inputs: list[Te
     return {
         "output": dict(zip([a.name for a in signature.outputs], joined, strict=True)),
         "gradient": gradients,
+        "gradient norm": norm,
         "parameter": {k: p.detach().clone() for k, p in params.items()},
         "state": state,
         "buffer": buffers,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +48,10 @@ def train(
     workers: int,
     bad_records: str,
     in_memory: bool,
+    cache: Path | None,
     log_dir: Path | None,
+    histograms: int,
+    images: int,
     json: bool,
 ) -> None:
     from ..runs.training import Training
@@ -57,11 +61,12 @@ def train(
 
     rank, ranks = (session.group.rank, session.group.size) if session.group else (0, 1)
     feed = feed_of(session, data, seed=seed, shuffle=shuffle, num_workers=workers, bad_records=bad_records, in_memory=in_memory,
-                   rank=rank, ranks=ranks, report=say)  # fmt: skip
+                   cache=cache, rank=rank, ranks=ranks, report=say)  # fmt: skip
     whole = epochs * feed.num_batches
     steps = whole if steps is None else min(steps, whole)
     training = Training(session, feed, folder, steps=steps, save_every=save_every, keep=keep, resume=resume,
-                        hyper=hyper, log_dir=log_dir, asked={"command": sys.argv, "epochs": epochs, "source": data}, report=say,
+                        hyper=hyper, log_dir=log_dir, histograms=histograms, images=images,
+                        asked={"command": sys.argv, "epochs": epochs, "source": data}, report=say,
                         progress=_Progress(steps))  # fmt: skip
     done = training.run()
     if not training.first:
@@ -94,7 +99,15 @@ class _Progress:
             err.print(f"epoch {epoch}, step {step}/{self.steps}: loss {loss:.4f}, {rate:.0f} samples/s", markup=False)
 
 
-def feed_of(session: Session, data: str, *, in_memory: bool = False, **how: Any) -> Feed:
+def feed_of(
+    session: Session,
+    data: str,
+    *,
+    in_memory: bool = False,
+    cache: Path | None = None,
+    report: Callable[[str], None] = lambda _: None,
+    **how: Any,
+) -> Feed:
     """The data that `data` names, in the batches that the session takes."""
     from ..artifact.graph import DTYPES
     from ..data.feed import Feed
@@ -107,6 +120,9 @@ def feed_of(session: Session, data: str, *, in_memory: bool = False, **how: Any)
                         found=f"batch_dim {signature.batch_dim}", expected="batch_dim 0")  # fmt: skip
     wanted = [(a.name, DTYPES[a.type.dtype], tuple(a.type.shape[1:])) for a in signature.inputs]
     if ":" in data and data.partition(":")[0] not in FORMS:
+        if cache is not None:
+            raise UserError("data-cache", f"--data-cache: nobody knows which files {data} reads", expected="data with a form",
+                            fix="let the function keep what it has read itself; or --data-in-memory")  # fmt: skip
         with user_code("opening the data"):
             found = find_function(data)()
         if not all(hasattr(found, name) for name in ("rows", "place", "__len__")):
@@ -115,5 +131,5 @@ def feed_of(session: Session, data: str, *, in_memory: bool = False, **how: Any)
                             fix="return tilework.data.Arrays((x, y)), or tilework.data.Each(count, read, place)")  # fmt: skip
         source = fitted(found, wanted, data, in_memory=in_memory)
     else:
-        source = source_of(data, wanted, in_memory=in_memory)
-    return Feed(source, signature.num_rows or 1, **how)
+        source = source_of(data, wanted, in_memory=in_memory, cache=cache, report=report)
+    return Feed(source, signature.num_rows or 1, report=report, **how)

@@ -44,7 +44,14 @@ def _data(incomplete: str) -> list[str]:
     return [name for name in ("digits", "random", *(f"{form}:" for form in FORMS)) if name.startswith(incomplete)]
 
 
+# Options that do nothing without a folder for the run.
+IN_FOLDER = ("save_every", "keep", "resume", "num_workers", "shuffle", "data_in_memory", "data_cache", "bad_records", "log_dir",
+             "histograms", "images")  # fmt: skip
+WITHOUT_FOLDER = ("save", "log")
+
+
 def command(
+    context: typer.Context,
     artifact: Annotated[Path, typer.Argument(metavar="ARTIFACT", help="The .pef file.")],
     data: Annotated[str, typer.Option(metavar="SOURCE", autocompletion=_data,
                                       help="digits, random, FILE.py:function, or files: docs/runs.md.")] = "random",
@@ -71,8 +78,11 @@ def command(
     num_workers: Annotated[int, typer.Option(metavar="N", help="With --run-dir: processes that read the data.")] = 0,
     shuffle: Annotated[bool, typer.Option("--shuffle/--no-shuffle", help="With --run-dir: a new order in each epoch.")] = True,
     data_in_memory: Annotated[bool, typer.Option("--data-in-memory", help="With --run-dir: read all data once.")] = False,
+    data_cache: Annotated[Path | None, typer.Option(metavar="DIR", help="With --run-dir: keep decoded records here.")] = None,
     bad_records: Annotated[Bad, typer.Option(help="With --run-dir: what to do with records that cannot be read.")] = Bad.stop,
     log_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="With --run-dir: what TensorBoard shows.")] = None,
+    histograms: Annotated[int, typer.Option(metavar="EVERY", help="With --log-dir: steps between histograms of weights.")] = 0,
+    images: Annotated[int, typer.Option(metavar="EVERY", help="With --log-dir: steps between pictures of masks.")] = 0,
     log: Annotated[Path | None, typer.Option(metavar="FILE", help="Write step and loss as JSON lines.")] = None,
     trust: Annotated[bool, typer.Option("--trust", help="Accept a file that other users could have changed.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
@@ -81,6 +91,12 @@ def command(
     from ..parallel import launched, start
     from ..runtime.session import load
 
+    unused = _given(context, IN_FOLDER if run_dir is None else WITHOUT_FOLDER)
+    if unused:
+        why, fix = (
+            ("only for", "add --run-dir DIR") if run_dir is None else ("not for", "the folder has checkpoints and metrics.jsonl")
+        )
+        raise UserError("run-folder", f"{', '.join(unused)}: {why} a run in a folder of its own", fix=fix)
     if run_dir is not None:
         from .in_folder import keep_threads
 
@@ -104,7 +120,8 @@ def command(
             data = f"digits:{data_path}"
         train(session, run_dir, data=data, epochs=epochs, steps=steps, save_every=save_every, keep=keep, resume=resume,
               hyper=values, seed=seed, shuffle=shuffle, workers=num_workers, bad_records=bad_records.value,
-              in_memory=data_in_memory, log_dir=log_dir, json=json)  # fmt: skip
+              in_memory=data_in_memory, cache=data_cache,
+              log_dir=log_dir, histograms=histograms, images=images, json=json)  # fmt: skip
         return
     batches = _batches(data, data_path, session, seed)
     if group is not None:
@@ -158,6 +175,12 @@ def command(
             out.print(f"{ranks['ranks']} ranks: {each} samples/s, {ranks['samples_per_second']:.0f} together; "
                       f"efficiency {1 - ranks['reduce_share']:.1%}, the rest of the time went into reduce",
                       markup=False)  # fmt: skip
+
+
+def _given(context: typer.Context, names: Iterable[str]) -> list[str]:
+    """Those of the options that are on the command line."""
+    sources = {name: context.get_parameter_source(name) for name in names}
+    return [f"--{k.replace('_', '-')}" for k, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
 
 
 def _of_rank(batches: Callable[[int], Iterable[Any]], rank: int, size: int) -> Callable[[int], Iterable[Any]]:

@@ -160,6 +160,7 @@ def _captured(steps: Sequence[Step], options: Options, report: Report) -> list[S
             capture(
                 step,
                 keep_momentum=options.keep_momentum,
+                grad_norm=options.grad_norm,
                 num_replicas=options.num_replicas,
                 sync_batch_norm=options.sync_batch_norm,
                 sections=sections,
@@ -269,6 +270,7 @@ def make_manifest(name: str, made: Made, weights: Weights, verification: Verific
                 "opt_level": options.opt_level,
                 "keep_momentum": options.keep_momentum,
                 "keep_gradients": options.keep_gradients,
+                "grad_norm": options.grad_norm,
                 "sync_batch_norm": options.sync_batch_norm,
                 "tf32": options.tf32,
                 "disable": list(options.disable),

@@ -78,6 +78,15 @@ class Feed:
             return np.arange(len(self.source))
         return np.random.default_rng((self.seed & 0xFFFF_FFFF_FFFF_FFFF, epoch)).permutation(len(self.source))
 
+    def records(self, position: Position, count: int) -> np.ndarray:
+        """Numbers of the records in so many batches from there: [count, batch_size]."""
+        order, at = self.order(position.epoch), np.arange(position.batch, position.batch + count) * self.ranks + self.rank
+        return order[: len(order) // self.batch_size * self.batch_size].reshape(-1, self.batch_size)[at]
+
+    def first(self, count: int) -> Record:
+        """The first records in the source's own order, as they are, without the transform."""
+        return self._reader.rows(np.arange(count), [])
+
     def chunks(self, position: Position, sizes: Iterable[int]) -> Generator[Chunk, None, None]:
         """From the position to the end of its epoch, as many batches at a time as `sizes` says; the last may be fewer."""
         order = self.order(position.epoch)
@@ -137,7 +146,7 @@ class _Reader:
 
     def __call__(self, task: _Task) -> tuple[Record, int, list[str]]:
         problems: list[str] = []
-        tensors = self._rows(task.records, problems)
+        tensors = self.rows(task.records, problems)
         if self.transform is not None:
             parts = []
             for i, batch in enumerate(task.batches):
@@ -148,7 +157,7 @@ class _Reader:
             tensors = tuple(torch.cat(each) for each in zip(*parts, strict=True))
         return tensors, len(task.batches), problems
 
-    def _rows(self, numbers: np.ndarray, problems: list[str]) -> Record:
+    def rows(self, numbers: np.ndarray, problems: list[str]) -> Record:
         numbers = numbers.copy()
         for _ in range(len(self.source)):
             try:

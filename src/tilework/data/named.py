@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError, did_you_mean
-from . import formats
+from . import formats, kept
+from .kept import Report
 from .source import Arrays, Record, Source
 
 Wanted = Sequence[tuple[str, torch.dtype, tuple[int, ...]]]  # of each input and target: name, type, shape without the batch
@@ -29,9 +30,14 @@ FORMS = {
 }
 
 
-def source_of(text: str, wanted: Wanted, *, in_memory: bool = False) -> Source:
+def source_of(
+    text: str, wanted: Wanted, *, in_memory: bool = False, cache: Path | None = None, report: Report = lambda _: None
+) -> Source:
     """The source that `text` names, checked against what the step takes."""
     kind, _, rest = text.partition(":")
+    if kind == "random":
+        raise UserError("data-option", "random data have no records, so that a run could not be continued with them",
+                        expected=", ".join(FORMS), fix="name the data: --data (docs/runs.md)")  # fmt: skip
     if kind not in FORMS:
         raise UserError("data-option", f"data {text!r}", expected=did_you_mean(kind, FORMS))
     parts = rest.split(":") if rest else []
@@ -39,15 +45,26 @@ def source_of(text: str, wanted: Wanted, *, in_memory: bool = False) -> Source:
         source = _MAKE[kind](parts)
     except (IndexError, ValueError) as e:
         raise UserError("data-option", f"data {text!r}", expected=FORMS[kind]) from e
-    return fitted(source, wanted, text, in_memory=in_memory)
+    return fitted(source, wanted, text, in_memory=in_memory, cache=cache, report=report)
 
 
-def fitted(source: Source, wanted: Wanted, what: str = "the data", *, in_memory: bool = False) -> Source:
-    """The source, with records of the types and shapes that the step takes: pictures of bytes become numbers in [0, 1]."""
+def fitted(
+    source: Source,
+    wanted: Wanted,
+    what: str = "the data",
+    *,
+    in_memory: bool = False,
+    cache: Path | None = None,
+    report: Report = lambda _: None,
+) -> Source:
+    """The source, with records of the types and shapes that the step takes: pictures of bytes become numbers in [0, 1].
+    `cache`: a folder in which they are kept like that; in_memory: they are read once, now."""
     if not len(source):
         raise UserError("data-empty", f"{what} has no records", expected="at least a batch")
-    found = Fitted(source, wanted, what)
-    return Arrays(found.rows(np.arange(len(source)))) if in_memory else found
+    found: Source = Fitted(source, wanted, what)
+    if cache is not None:
+        found = kept.on_disk(found, cache, what, wanted, report)
+    return kept.in_memory(found) if in_memory else found
 
 
 class Fitted:

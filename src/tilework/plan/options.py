@@ -34,6 +34,7 @@ class Options:
     opt_level: int = 3  # of the native compiler; 1 compiles faster, runs a little slower
     keep_momentum: bool = False  # reserve momentum buffers even if the optimizer has no momentum yet
     keep_gradients: bool = False  # the fused step keeps gradients, so that they can be read
+    grad_norm: bool = False  # the norm of all gradients of each step, before clipping: session.grad_norm
     # With several replicas the update is a separate program, so that gradients can be reduced before it. Such an artifact runs
     # with any number of replicas.
     num_replicas: int = 1  # how many replicas to plan for

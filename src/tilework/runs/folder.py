@@ -1,7 +1,9 @@
 """The folder of a run: everything about it, for whoever finds it later.
 
 run.json          what was asked, the artifact and its hash, the machine; and how it ended
-metrics.jsonl     a line for each step: step, epoch, loss, samples per second, seconds since the start
+metrics.jsonl     a line for each step: step, epoch, loss, samples per second, seconds since the start,
+                  learning rate, and the norm of the gradients where the artifact computes it
+curves.png        the same as a picture
 log.txt           what was said
 checkpoints/      checkpoints.py
 .lock             locked by the process that trains here
@@ -9,6 +11,7 @@ checkpoints/      checkpoints.py
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -20,7 +23,7 @@ from typing import Any
 import torch
 
 from ..artifact.writer import write_whole
-from ..errors import UserError
+from ..errors import MachineError, UserError
 from ..tiles import alive
 
 NOTE, METRICS, LOG, LOCK, CHECKPOINTS = "run.json", "metrics.jsonl", "log.txt", ".lock", "checkpoints"
@@ -29,6 +32,8 @@ NOTE, METRICS, LOG, LOCK, CHECKPOINTS = "run.json", "metrics.jsonl", "log.txt", 
 class RunFolder:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self.waiting: list[str] = []  # lines of metrics that could not be written yet
+        self.problem = ""  # why
 
     @property
     def checkpoints(self) -> Path:
@@ -41,9 +46,10 @@ class RunFolder:
         if not resume and (self.path / NOTE).exists():
             raise UserError("run-folder", f"{self.path} has a run already",
                             fix="--resume continues it; or name another folder")  # fmt: skip
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._lock()
-        self.note(**asked, environment=environment(), started=_now(), state="running", pid=os.getpid())
+        with _writing(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock()
+            self.note(**asked, environment=environment(), started=_now(), state="running", pid=os.getpid())
 
     def _lock(self) -> None:
         """For this process, as long as it lives. Two that train in one folder would spoil each other's checkpoints."""
@@ -79,17 +85,30 @@ class RunFolder:
         return found if isinstance(found, dict) else {}
 
     def say(self, text: str) -> None:
-        with open(self.path / LOG, "a") as f:
+        """What cannot be written is left out: it has been said on the screen as well."""
+        with contextlib.suppress(OSError), open(self.path / LOG, "a") as f:
             f.write(f"{_now()} {text}\n")
 
     def cut_metrics(self, step: int) -> None:
         """Forget what came after the checkpoint of this step: it will be computed again. A line that was cut off goes too."""
         kept = [json.dumps(line) + "\n" for line in self.metrics() if line["step"] <= step]
-        write_whole(self.path / METRICS, lambda f: f.write("".join(kept).encode()))
+        with _writing(self.path):
+            write_whole(self.path / METRICS, lambda f: f.write("".join(kept).encode()))
 
     def add_metrics(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        with open(self.path / METRICS, "a") as f:
-            f.write("".join(json.dumps(line) + "\n" for line in lines))
+        """Lines that the disk does not take wait for the next call: `waiting`, `problem`."""
+        self.waiting += [json.dumps(line) + "\n" for line in lines]
+        before = None
+        try:
+            with open(self.path / METRICS, "ab") as f:
+                before = f.tell()
+                f.write("".join(self.waiting).encode())
+            self.waiting, self.problem = [], ""
+        except OSError as e:
+            self.problem = str(e)
+            if before is not None:  # no half line
+                with contextlib.suppress(OSError):
+                    os.truncate(self.path / METRICS, before)
 
     def metrics(self) -> Iterator[dict[str, Any]]:
         """The whole lines."""
@@ -104,6 +123,15 @@ class RunFolder:
                 continue
             if isinstance(found, dict) and isinstance(found.get("step"), int):
                 yield found
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as e:
+        raise MachineError("run-unwritten", f"{path}: nothing can be written there", found=str(e),
+                           fix="free some space, or name a folder that you can write to") from e  # fmt: skip
 
 
 def environment() -> dict[str, Any]:

@@ -80,7 +80,10 @@ def page(paths: Sequence[Path]) -> str:
     losses = [thinned([(m["step"], m["loss"]) for m in c]) for c in curves]
     rates = [thinned([(m["step"], m["samples_per_second"]) for m in c]) for c in curves]
     names = [r.name for r in runs]
-    parts = [_table(runs), "<h2>Loss</h2>", chart(names, losses), "<h2>Samples per second</h2>", chart(names, rates)]
+    norms = [thinned([(m["step"], m["grad_norm"]) for m in c if "grad_norm" in m]) for c in curves]
+    parts = [_table(runs), "<h2>Loss</h2>", chart(names, losses)]
+    parts += ["<h2>Gradient norm</h2>", chart(names, norms)] if any(norms) else []
+    parts += ["<h2>Samples per second</h2>", chart(names, rates)]
     parts += [f"<h2>{html.escape(r.name)}</h2>{_facts(r)}" for r in runs]
     title = "Run " + names[0] if len(names) == 1 else f"{len(names)} runs"
     return _PAGE.format(title=html.escape(title), body="\n".join(parts))

@@ -9,6 +9,7 @@ processes read the data. The number of threads may change how sums are rounded: 
 from __future__ import annotations
 
 import math
+import re
 import signal
 import time
 from collections import deque
@@ -22,10 +23,13 @@ import torch
 
 from ..artifact.names import Buffer, Kind, is_kind
 from ..data.feed import Feed, Position
-from ..errors import UserError
+from ..errors import MachineError, TileworkError, UserError
+from ..runtime.loader import Chunk
 from ..runtime.session import Session
 from .checkpoints import Checkpoints, Saved, name_of
-from .folder import RunFolder
+from .curves import NAME, draw, series_of
+from .folder import METRICS, RunFolder
+from .pictures import Pictures
 
 if TYPE_CHECKING:
     from .board import Board
@@ -56,6 +60,8 @@ class Training:
     resume      continue from the newest checkpoint, if there is one
     hyper       hyperparameters to set, also where the checkpoint has others
     log_dir     a folder for TensorBoard
+    histograms  steps between histograms of the parameters there; 0: none
+    images      steps between pictures there of what a segmentation model sees and finds; 0: none
     """
 
     def __init__(
@@ -70,13 +76,21 @@ class Training:
         resume: bool = False,
         hyper: Mapping[str, float] | None = None,
         log_dir: str | Path | None = None,
+        histograms: int = 0,
+        images: int = 0,
         asked: dict[str, Any] | None = None,
         report: Report = lambda _: None,
         progress: Callable[[int, int, float, float], None] = lambda *_: None,
     ) -> None:
         if save_every < 1:
             raise UserError("checkpoint-keep", "steps between checkpoints", found=str(save_every), expected="1 or more")
+        shown = {k: n for k, n in {"histograms": histograms, "images": images}.items() if n}
+        if any(n < 0 or log_dir is None for n in shown.values()):
+            raise UserError("run-board", "what TensorBoard is to show", found=", ".join(f"{k} {n}" for k, n in shown.items()),
+                            expected="steps between them, 1 or more, and a folder", fix="add log_dir (--log-dir)")  # fmt: skip
         self.session, self.feed, self.steps, self.save_every = session, feed, steps, save_every
+        self.histograms, self.images = histograms, images
+        self._pictures = Pictures(session, feed) if images else None
         self.group = session.group if session.group is not None and session.group.size > 1 else None
         self.first = self.group is None or self.group.rank == 0  # of several ranks one speaks
         self.folder, self._report, self.progress = RunFolder(folder), report, progress
@@ -86,8 +100,11 @@ class Training:
             self.folder.begin({"artifact": str(session.artifact.path), "digest": session.artifact.digest, "steps": steps,
                                "data": feed.describe(), "threads": torch.get_num_threads(), **(asked or {})},
                               resume=resume)  # fmt: skip
+        self._norms = session.computes_grad_norm
         self._log_dir = Path(log_dir) if log_dir is not None and self.first else None
         self._board: Board | None = None
+        self._told_problem = False
+        self._drawing = (0.0, 0.0)  # when curves.png was drawn last, and how long that took
         if self.group is not None:
             self.group.barrier()
         rank, ranks = (self.group.rank, self.group.size) if self.group is not None else (0, 1)
@@ -118,15 +135,22 @@ class Training:
             self._end(f"failed: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}", begin)
             raise
         self._end(f"stopped by {self.done.stopped}" if self.done.stopped else "done", begin)
+        if lines := len(self.folder.waiting):
+            raise MachineError("run-unwritten", f"{self.folder.path}: {METRICS} lacks its last {lines} lines",
+                               found=self.folder.problem, fix="free some space for the next run")  # fmt: skip
         return self.done
 
     def _end(self, state: str, begin: float) -> None:
         if self._board is not None:
-            self._board.close()
+            self._to_board(lambda board: board.close())
         self.done.step, self.done.seconds = self.session.num_steps, time.perf_counter() - begin
+        self._draw()
         if self.first:
             last = self.done.losses[-1] if self.done.losses else None
-            self.folder.note(state=state, step=self.done.step, loss=last, seconds=round(self.done.seconds, 3))
+            try:
+                self.folder.note(state=state, step=self.done.step, loss=last, seconds=round(self.done.seconds, 3))
+            except OSError as e:
+                self.say(f"run.json does not say how the run ended: {e}")
             self.folder.say(f"{state} at step {self.done.step}")
             self.folder.unlock()
 
@@ -137,15 +161,21 @@ class Training:
             with closing(self.feed.chunks(position, self._sizes(max(size, 1)))) as chunks:
                 for chunk in chunks:
                     begin = time.perf_counter()
-                    result = session.run(*chunk.inputs, num_steps=chunk.num_steps, outputs="loss")
+                    try:
+                        result = session.run(*chunk.inputs, num_steps=chunk.num_steps, outputs="loss")
+                    except UserError as e:
+                        raise self._blamed(e, chunk, position) from e
                     took = time.perf_counter() - begin
                     losses, stop, took = self._together(_losses(result, chunk.num_steps), took)
-                    self._record(losses, position.epoch, took, time.perf_counter() - started)
+                    self._record(losses, took, time.perf_counter() - started, chunk, position)
                     position, now = self._after(position, chunk.num_steps), session.num_steps
+                    self._show(now)
                     end = now >= self.steps or bool(stop)
                     if now % self.save_every == 0 or end:
                         self._save(position, losses[-1], background=not end)
                         saved = now
+                        if not end:
+                            self._draw_if_cheap()
                     if stop:
                         self.done.stopped = stop
                         self.say(f"{stop}: saved at step {now}")
@@ -154,18 +184,23 @@ class Training:
             if not size:
                 size = max(1, min(256, int(CALL_SECONDS / max(took, 1e-9)))) if session.fused is not None else 1
         self.checkpoints.wait()
-        if self.checkpoints.problem is not None and saved == session.num_steps:
-            raise self.checkpoints.problem
+        if (problem := self.checkpoints.problem) is not None and saved == session.num_steps:
+            steps = self.checkpoints.steps()
+            there = f"the checkpoint of step {steps[-1]} is good" if steps else "there is no earlier one"
+            raise MachineError("run-unwritten", f"the last checkpoint, of step {saved}, was not written",
+                               found=f"{type(problem).__name__}: {problem}",
+                               fix=f"free some space, then --resume: {there}") from problem  # fmt: skip
 
     def _after(self, position: Position, count: int) -> Position:
         batch = position.batch + count
         return Position(position.epoch + 1) if batch >= self.feed.num_batches else Position(position.epoch, batch)
 
     def _sizes(self, size: int) -> Iterator[int]:
-        """Steps of each call: none goes past a checkpoint or the end. They are the same on all ranks."""
+        """Steps of each call: none goes past a checkpoint, or what is shown, or the end. They are the same on all ranks."""
         at = self.session.num_steps
         while at < self.steps:
-            count = min(size, self.save_every - at % self.save_every, self.steps - at)
+            stops = [every - at % every for every in (self.save_every, self.histograms, self.images) if every]
+            count = min(size, *stops, self.steps - at)
             yield count
             at += count
 
@@ -179,23 +214,29 @@ class Training:
         stop = next((s.name for s, n in zip(SIGNALS, found[len(losses) + 1 :], strict=True) if n), "")
         return [v / self.group.size for v in found[: len(losses)]], stop, found[len(losses)] / self.group.size
 
-    def _record(self, losses: list[float], epoch: int, took: float, since: float) -> None:
-        now = self.session.num_steps
+    def _record(self, losses: list[float], took: float, since: float, chunk: Chunk, position: Position) -> None:
+        now, epoch = self.session.num_steps, position.epoch
         rows = self.feed.batch_size * self.feed.ranks
         rate = round(len(losses) * rows / took, 1) if took else 0.0
         first = now - len(losses) + 1
+        norms = self.session.grad_norms(len(losses)).tolist() if self._norms and self.first else []
+        rates = _learning_rates(self.session.hyper)
         if self.first:
             self.folder.add_metrics({"step": first + i, "epoch": epoch + 1, "loss": loss, "samples_per_second": rate,
-                                     "seconds": round(since, 3)} for i, loss in enumerate(losses))  # fmt: skip
-        if self._board is not None:
-            self._board.add(first, losses, rate, self.session.hyper)
+                                     "seconds": round(since, 3), **rates, **({"grad_norm": norms[i]} if norms else {})}
+                                    for i, loss in enumerate(losses))  # fmt: skip
+            if self.folder.problem and not self._told_problem:
+                self.say(f"{METRICS} cannot be written now: {self.folder.problem}; its lines wait, and training goes on")
+            self._told_problem = bool(self.folder.problem)
+        self._to_board(lambda board: board.add(first, losses, rate, self.session.hyper, norms))
         if self.done.first_loss is None:
             self.done.first_loss = losses[0]
         self.done.losses.extend(losses)
         bad = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), None)
         if bad is not None:
+            found = f"{self._before(losses, bad)}; {self._inputs_of(chunk, position, bad)}"
             raise UserError("loss-nan", f"the loss of step {first + bad} (epoch {epoch + 1}) is {losses[bad]}",
-                            found=self._before(losses, bad), expected="a finite number",
+                            found=found, expected="a finite number",
                             fix=f"{self._newest()}a smaller learning rate, clip_norm, or a look at the data of that batch may "
                             "help; nothing was saved after it")  # fmt: skip
         self.progress(now, epoch + 1, losses[-1], rate)
@@ -204,10 +245,82 @@ class Training:
         before = [*self.done.losses][: len(self.done.losses) - len(losses) + bad][-3:]
         return f"losses before it: {', '.join(f'{v:.4g}' for v in before)}" if before else "it is the first step"
 
+    def _inputs_of(self, chunk: Chunk, position: Position, step: int) -> str:
+        """Which record of a step's batch is not finite."""
+        records, rows = self.feed.records(position, chunk.num_steps)[step], self.feed.batch_size
+        for argument, tensor in zip(self.session.manifest.signature.inputs, chunk.inputs, strict=True):
+            own = tensor[step * rows : (step + 1) * rows].reshape(rows, -1)
+            bad = torch.nonzero(~torch.isfinite(own).all(1)).flatten().tolist() if own.is_floating_point() else []
+            if bad:
+                return (
+                    f"{argument.name} is not finite in record {records[bad[0]]} ({self.feed.source.place(int(records[bad[0]]))})"
+                )
+        numbers = ", ".join(map(str, records[:8])) + (" and more" if rows > 8 else "")
+        return f"the inputs of its batch are finite (record{'s' if rows > 1 else ''} {numbers})"
+
+    def _blamed(self, error: UserError, chunk: Chunk, position: Position) -> UserError:
+        """An index that is out of range: in which steps, and where it can be told, in which record."""
+        if error.id != "input-values":
+            return error
+        first = self.session.num_steps + 1
+        steps = f"step {first}" if chunk.num_steps == 1 else f"one of the steps {first} to {first + chunk.num_steps - 1}"
+        whole = [(a.name, t) for a, t in zip(self.session.manifest.signature.inputs, chunk.inputs, strict=True)
+                 if not t.is_floating_point() and not t.is_complex() and t.dtype != torch.bool and t.numel()]  # fmt: skip
+        found = "; ".join(f"{name}: {int(t.min())} to {int(t.max())}" for name, t in whole) or error.found
+        limit = re.search(r"0 <= \w+ < (\d+)", error.found)
+        if limit and len(whole) == 1:
+            rows = whole[0][1].reshape(chunk.num_steps * self.feed.batch_size, -1)
+            bad = torch.nonzero(((rows < 0) | (rows >= int(limit[1]))).any(1)).flatten().tolist()
+            if bad:
+                number = int(self.feed.records(position, chunk.num_steps).flatten()[bad[0]])
+                found += f" (0 to {int(limit[1]) - 1} are there); record {number} ({self.feed.source.place(number)})"
+        return UserError(error.id, f"{error.summary}, in {steps} (epoch {position.epoch + 1})", found=found,
+                         fix=f"{self._newest()}correct the class labels or token numbers")  # fmt: skip
+
     def _newest(self) -> str:
         self.checkpoints.wait()
         steps = self.checkpoints.steps()
         return f"the checkpoint of step {steps[-1]} is good (--resume); " if steps else ""
+
+    # ---- what can be looked at ----
+
+    def _show(self, now: int) -> None:
+        """What TensorBoard gets beside the losses."""
+        if self._board is None:
+            return
+        self._to_board(lambda board: board.add_memory(now, self.session.planned_bytes))
+        if self.histograms and now % self.histograms == 0:
+            values = {Buffer(k).name: t for k, t in self.session.tensors().items() if is_kind(k, Kind.PARAM)}
+            self._to_board(lambda board: board.add_parameters(now, values))
+        if self._pictures is not None and now % self.images == 0:
+            picture = self._pictures.drawn()
+            self._to_board(lambda board: board.add_picture(now, picture))
+
+    def _to_board(self, add: Callable[[Board], None]) -> None:
+        """TensorBoard gets nothing more once it could not be written to. A run does not end by that."""
+        if self._board is not None:
+            try:
+                add(self._board)
+            except OSError as e:
+                self._board = None
+                self.say(f"TensorBoard gets nothing more: {self._log_dir} cannot be written: {e}")
+
+    def _draw_if_cheap(self) -> None:
+        """At a checkpoint, unless that would take more than a fiftieth of the time."""
+        drawn, took = self._drawing
+        if time.perf_counter() - drawn > 50 * took:
+            self._draw()
+
+    def _draw(self) -> None:
+        """curves.png. A run does not end because it cannot be drawn."""
+        if not self.first:
+            return
+        begin = time.perf_counter()
+        try:
+            draw(self.folder.path / NAME, series_of(self.folder.metrics()), str(self.folder.path))
+        except (TileworkError, OSError) as e:
+            self.say(f"{NAME} was not drawn: {e.fix if isinstance(e, TileworkError) else e}")
+        self._drawing = (time.perf_counter(), time.perf_counter() - begin)
 
     # ---- checkpoints ----
 
@@ -287,3 +400,9 @@ def _losses(result: Any, num_steps: int) -> list[float]:
     if result.losses is None:
         return [0.0] * num_steps
     return [float(v) for v in result.losses.reshape(num_steps, -1).float().mean(1)]
+
+
+def _learning_rates(hyper: Mapping[str, float]) -> dict[str, float]:
+    """One, as lr, where all groups have the same; otherwise by their names."""
+    rates = {k: v for k, v in hyper.items() if k.split(".")[-1] == "lr"}
+    return {"lr": next(iter(rates.values()))} if len(set(rates.values())) == 1 else rates

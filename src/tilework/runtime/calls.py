@@ -124,7 +124,7 @@ class Calls:
             reduce=reduce,
             shown_loss=losses[0] if losses else None,
             watched=tuple(watched),
-            restored=tuple(sorted(b for b in changed if is_kind(b, *WEIGHTS, Kind.CONST))),
+            restored=tuple(sorted(b for b in changed if is_kind(b, *WEIGHTS, Kind.CONST, Kind.NORM))),
         )
         self.ready[key] = found = Prepared(plan, self._bind(call), outputs)
         return found

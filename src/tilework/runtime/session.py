@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from .. import hosts
 from ..artifact.graph import DTYPES
-from ..artifact.names import WEIGHTS, Buffer, Kind, is_kind
+from ..artifact.names import NORMS, WEIGHTS, Buffer, Kind, is_kind
 from ..artifact.reader import Artifact, read_artifact
 from ..artifact.structure import unflatten
 from ..errors import UserError, did_you_mean
@@ -423,10 +423,44 @@ class Session:
             kept = [b for b in map(Buffer, self.memory) if b in self.kept_gradients]
             return {b.name if b.kind == Kind.GRAD else f"input/{b.name}": self.memory.read(b) for b in kept}
 
+    @property
+    def computes_grad_norm(self) -> bool:
+        """Whether the artifact was compiled with grad_norm=True."""
+        return Kind.NORM.of("count") in self.memory
+
+    @property
+    def grad_norm(self) -> float:
+        """The L2 norm of all gradients of the last step: of all replicas and micro-batches together, before clipping. For an
+        artifact that was compiled with grad_norm=True."""
+        return float(self.grad_norms()[0])
+
+    def grad_norms(self, num_steps: int = 1) -> Tensor:
+        """Those of the last `num_steps` steps, oldest first: of each step of a loop. The newest 1024 are kept, since loading."""
+        count, history = Kind.NORM.of("count"), Kind.NORM.of("history")
+        if not self.computes_grad_norm:
+            raise UserError("run-grad-norm", f"{self.artifact.path}: the norm of the gradients is not computed",
+                            fix="compile with grad_norm=True (--grad-norm)")  # fmt: skip
+        with self._lock, self.page.during(COPY):
+            made, norms = int(self.memory.read(count)), self.memory.read(history)
+        if not self._computes:  # a device without numbers has no losses either
+            return torch.zeros(num_steps)
+        known = min(made, NORMS)
+        if not 1 <= num_steps <= known:
+            raise UserError("run-grad-norm", f"the norms of the last {num_steps} steps", found=f"{made} steps since loading",
+                            expected=f"1 to {known} steps" if known else "a step first",
+                            fix=f"read them after every {NORMS} steps at most" if num_steps > NORMS else "")  # fmt: skip
+        return norms[torch.arange(made - num_steps, made) % NORMS]
+
     def tensors(self) -> dict[str, Tensor]:
         """Copies of everything that training changes: param/..., buffer/..., state/..."""
         with self._lock, self.page.during(COPY):
             return self.memory.read_all(*WEIGHTS)
+
+    @property
+    def planned_bytes(self) -> int:
+        """What was planned for this artifact at the most: its buffers, and the largest program's temporaries before fusion."""
+        temporary = max((p.temporary_bytes for p in self.manifest.programs.values()), default=0)
+        return sum(b.type().num_bytes for b in self.manifest.buffers.values()) + temporary
 
     def state_dict(self) -> dict[str, Tensor]:
         """Parameters and buffers by their names in the model, for model.load_state_dict. Tied ones appear under each name."""

@@ -16,13 +16,14 @@ for case in asked["cases"]:
         session.join(group, reduce=case["reduce"], algorithm=case["algorithm"], overlap=case.get("overlap"),
                      shard=case.get("shard", False))  # fmt: skip
         x, y = share(case.get("of", group.size), group.rank)
-        losses = trained(session, x, y, case["steps"])
+        norms: list[float] | None = [] if "norm/count" in session.manifest.buffers else None
+        losses = trained(session, x, y, case["steps"], norms)
         weights = {k: v.flatten().tolist() for k, v in session.state_dict().items()}
         state = {}
         if session.shards is not None:
             session.gather()
             state = {k: v.flatten().tolist() for k, v in session.tensors().items() if k.startswith("state/")}
             case["kept"] = [session.shards.state_bytes, session.shards.all_bytes]
-        found.append({"losses": losses, "weights": weights, "state": state, "kept": case.get("kept"),
+        found.append({"losses": losses, "weights": weights, "state": state, "kept": case.get("kept"), "norms": norms,
                       "natively": session._running.natively})  # fmt: skip
 tell(group.rank, launcher=group.launcher, nodes=group.nodes, cases=found)

@@ -42,7 +42,15 @@ def data() -> tuple[Tensor, Tensor]:
 
 
 def compile_for(
-    folder: Path, ranks: int, rule: str, micro: int, *, device: str = "cpu", shards: int = 1, **settings: object
+    folder: Path,
+    ranks: int,
+    rule: str,
+    micro: int,
+    *,
+    device: str = "cpu",
+    shards: int = 1,
+    grad_norm: bool = False,
+    **settings: object,
 ) -> Path:
     """The artifact of one rank's share of the batch; of one rank alone, without replicas."""
     model, (x, y) = net(**settings), data()
@@ -52,8 +60,8 @@ def compile_for(
         optimizer=OPTIMIZERS[rule](model.parameters()), num_micro_batches=micro,
     )  # fmt: skip
     options = tilework.Options(device=device, programs="fused", num_replicas=2 if ranks > 1 else 1, opt_level=1,
-                               num_shards=shards)  # fmt: skip
-    path = folder / f"{rule}-{micro}-of-{ranks}-{shards}{'-'.join(settings)}.pef"
+                               num_shards=shards, grad_norm=grad_norm)  # fmt: skip
+    path = folder / f"{'norm-' if grad_norm else ''}{rule}-{micro}-of-{ranks}-{shards}{'-'.join(settings)}.pef"
     tilework.compile(step, path, options=options)
     return path
 
@@ -65,13 +73,17 @@ def share(ranks: int, rank: int) -> tuple[Tensor, Tensor]:
     return x[:, own].contiguous(), y[:, own].contiguous()
 
 
-def trained(session: tilework.Session, x: Tensor, y: Tensor, steps_per_call: int) -> list[float]:
-    """The loss of each step."""
+def trained(
+    session: tilework.Session, x: Tensor, y: Tensor, steps_per_call: int, norms: list[float] | None = None
+) -> list[float]:
+    """The loss of each step; and the norm of its gradients, where a list for them is given."""
     losses: list[float] = []
     for i in range(0, STEPS, steps_per_call):
         now = slice(i, i + steps_per_call)
         result = session.run(x[now].flatten(0, 1), y[now].flatten(0, 1), num_steps=steps_per_call)
         losses += result.losses.reshape(steps_per_call, -1).mean(1).tolist()
+        if norms is not None:
+            norms += session.grad_norms(steps_per_call).tolist()
     return losses
 
 

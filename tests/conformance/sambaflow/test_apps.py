@@ -208,3 +208,23 @@ def test_the_configuration_of_the_full_size() -> None:
     width, layers = found["n_embd"], found["n_layer"]
     count = (found["vocab_size"] + found["n_positions"]) * width + layers * (12 * width**2 + 13 * width) + 2 * width
     assert 1.5e9 < count < 1.6e9 and width % found["n_head"] == 0
+
+
+UNO = ROOT / "apps" / "starters" / "uno" / "uno.py"
+
+
+def test_uno_in_spatial_batches(tmp_path: Path) -> None:
+    """2 runs of 20 mini-batches instead of 40 runs: the numbers are the same."""
+    call(tmp_path, sys.executable, str(UNO), "compile", "-b", "16", "--pef-name", "uno", "--mapping", "spatial")
+    pef = ["-b", "16", "-p", "out/uno/uno.pef"]
+    assert "test passed" in call(tmp_path, sys.executable, str(UNO), "test", *pef)
+    spatial = [sys.executable, str(UNO), "run", *pef, "--mapping", "spatial", "--num-spatial-batches", "20", "-e", "3",
+               "--train-samples", "640", "--val-samples", "320"]  # fmt: skip
+    many, single = call(tmp_path, *spatial, "--spatial_train"), call(tmp_path, *spatial)
+    steps, found = zip(*re.findall(r"Step \[(\d+)/40\], Loss: ([\d.]+)", many), strict=True)
+    assert steps == ("20", "40") * 3 and float(found[-1]) < float(found[0])
+    assert set(re.findall(r"Step \[(?:20|40)/40\], Loss: ([\d.]+)", single)) == set(found)
+    validation = [line for line in many.splitlines() if line.startswith("Validation samples: 320")]
+    assert validation and validation[0] in single
+    refused = call(tmp_path, sys.executable, str(UNO), "run", *pef, "--spatial_train", status=1)
+    assert "--spatial_train needs --mapping spatial" in refused

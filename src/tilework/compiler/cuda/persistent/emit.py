@@ -19,7 +19,7 @@ import torch
 from torch._inductor.ops_handler import DefaultHandler
 from torch._inductor.virtualized import V
 
-from ....artifact.names import SEED, SUMMED, WEIGHTS, Kind, is_kind
+from ....artifact.names import KEPT, SEED, Kind, is_kind
 from .formulas import NotSmall
 from .owners import MOST_ENUMERATED, Owned, Split, lanes
 from .stages import _DTYPES, Access, Loop, Memory, Stage, Stages, as_cpp, coordinates, elements
@@ -183,7 +183,7 @@ class _Emitter:
                 there = f"(({m.kind}*)at[{self._place(m)}])"
                 loop = f"for (int i = {m.name}_first + tid; i < {m.name}_end; i += {self.threads})"
                 lines.append(f"  {loop} {m.name}[i] = {there}[i];" if into else f"  {loop} {there}[i] = {m.name}[i];")
-            if m.name not in self.owned.private or not is_kind(m.buffer, *WEIGHTS, *SUMMED):
+            if m.name not in self.owned.private or not is_kind(m.buffer, *KEPT):
                 continue
             there = f"(({m.kind}*)at[{self._place(m)}])"
             loop = f"for (int i = tid; i < {m.num_elements}; i += {self.threads})"
@@ -198,7 +198,7 @@ class _Emitter:
         lines: list[str] = []
         for m in self.buffers:
             own = m.name in self.owned.private and m.buffer is not None and m.name not in self.forwarded
-            if own and not is_kind(str(m.buffer), *WEIGHTS, *SUMMED):
+            if own and not is_kind(str(m.buffer), *KEPT):
                 place = self._place(m)
                 to = f"(({m.kind}*)(at[{place}] + step * at[{place + 1}]))"
                 loop = f"for (int i = tid; i < {m.num_elements}; i += {self.threads})"
