@@ -301,6 +301,30 @@ def test_random_numbers_go_on_from_a_saved_state() -> None:
     assert torch.equal(again(torch.ones(64)), one)
 
 
+def test_random_numbers_of_every_replica_go_on_after_the_device_was_left() -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.drop = nn.Linear(4, 3), nn.Dropout(0.5)
+
+        def forward(self, x, y):
+            out = self.drop(self.fc(x))
+            return out, nn.functional.cross_entropy(out, y)
+
+    found = []
+    for leave in (False, True):
+        torch.manual_seed(0)
+        model = Noisy()
+        executor = poptorch.trainingModel(model, options(r=2).randomSeed(3), poptorch.optim.SGD(model.parameters(), lr=0.1))
+        x, y = data(8)
+        executor(x, y)
+        if leave:
+            executor.detachFromDevice()
+        found.append(executor(x, y)[0].clone())
+        executor.destroy()
+    assert torch.equal(found[0], found[1])
+
+
 def test_compile_only() -> None:
     executor, _ = trained(options().useOfflineIpuTarget())
     executor.compile(X, Y)

@@ -21,7 +21,7 @@ from tilework.parallel import Replicas, launched, start
 from .adapter import Traced
 from .batches import Batches
 from .enums import ReductionType
-from .errors import Error, from_engine
+from .errors import from_engine
 from .options import Options
 
 _STAGES = 8  # lines of a compile's report, about
@@ -99,20 +99,17 @@ class Device:
     def __init__(
         self, path: Path, batches: Batches, *, training: bool, seed: int, average: bool, nan_error: bool, processes: int = 1
     ) -> None:
-        if training and processes > 1 and batches.replicas > 1:
-            raise Error("poptorch-devices", "several processes with several replicas each are not here",
-                        found=f"{processes} processes, {batches.replicas} replicas in each",
-                        fix="one process with all replicas, or one replica in each process")  # fmt: skip
         self.replicas: Replicas | None = None
         settings: dict[str, Any] = {"weights": False, "nan_error": nan_error}
         try:
+            group = start(expected=processes) if training and processes > 1 else None
             if training and batches.replicas > 1:
-                self.replicas = Replicas(path, batches.replicas, average=average, seed=seed, **settings)
+                self.replicas = Replicas(path, batches.replicas, group=group, average=average, seed=seed, **settings)
                 self.sessions = self.replicas.sessions
             else:
                 self.sessions = [tilework.load(path, seed=seed, **settings)]
-                if training and processes > 1:
-                    self.sessions[0].join(start(expected=processes), average=average)
+                if group is not None:
+                    self.sessions[0].join(group, average=average)
         except TileworkError as e:
             raise from_engine(e) from e
         self.session = self.sessions[0]
@@ -126,6 +123,9 @@ class Device:
 
     def set(self, values: dict[str, float]) -> None:
         self._each(lambda session, _: session.set(values))
+
+    def seed(self, state: Sequence[int]) -> None:
+        self._each(lambda session, _: session.seed(*state))
 
     def download(self, model: nn.Module) -> None:
         self.session.to_host(model)

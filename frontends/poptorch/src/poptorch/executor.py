@@ -256,7 +256,7 @@ class PoplarExecutor:
             nan_error=self._training and options.Precision.enable_floating_point_exceptions, processes=instances(options),
         )  # fmt: skip
         if self._random is not None:
-            device.session.seed(*self._random)
+            device.seed(self._random)
         with self._plain():
             device.upload(self._traced, optimizers.twin(self._optimizer) if self._training else None)
         if self._state:
@@ -358,7 +358,7 @@ class PoplarExecutor:
     def rng_state(self, state: Sequence[int]) -> None:
         self._random = tuple(int(n) for n in state)
         if self._device is not None:
-            self._device._each(lambda session, _: session.seed(*self._random))
+            self._device.seed(self._random)
 
     # ---- optimizer ----
 
