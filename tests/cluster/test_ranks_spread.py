@@ -56,7 +56,9 @@ def test_a_replica_of_another_process_that_fails(reduce: str, ranks: Ranks) -> N
 def test_as_many_replicas_in_each(ranks: Ranks, tmp_path) -> None:
     program = tmp_path / "uneven.py"
     program.write_text(
-        "from tilework.parallel import Replicas, start\ngroup = start(timeout=20)\nReplicas('x.pef', 1 + group.rank, group=group)\n"
+        "from tilework.parallel import Replicas, start\n"
+        "group = start(timeout=20)\n"
+        "Replicas('x.pef', 1 + group.rank, group=group)\n"
     )
     ranks(2, str(program.with_suffix("")), code=1)
     assert ranks.done is not None and "different numbers of replicas" in ranks.done.stderr and "1, 2" in ranks.done.stderr

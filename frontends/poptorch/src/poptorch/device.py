@@ -43,12 +43,18 @@ def compile_to(path: Path, traced: Traced, inputs: Sequence[Tensor], options: Op
             num_replicas=max(batches.replicas, instances(options)) if training else 1,
             programs="fused",
             keep_gradients=bool(options.anchored_tensors),
+            disable=() if recomputes(options) else ("recompute",),
         )
         cache = options.executable_cache_dir or None
         with Progress(enabled=options.show_compilation_progress_bar) as progress:
             tilework.compile(step, path, options=settings, weights="none", report=progress.line, cache=cache)
     except TileworkError as e:
         raise from_engine(e) from e
+
+
+def recomputes(options: Options) -> bool:
+    """Whether poptorch.recomputationCheckpoint counts. By default it does."""
+    return bool(options._Popart._values.get("autoRecomputation", 1))
 
 
 def instances(options: Options) -> int:
