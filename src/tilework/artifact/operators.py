@@ -88,8 +88,8 @@ def store(target: Tensor, value: Tensor) -> None:
 
 @torch.library.custom_op("tilework::recompute_from", mutates_args=())
 def recompute_from(x: Tensor) -> Tensor:
-    """x. In a compiled step that has such values, the backward pass keeps those alone and computes again what lies between them: less
-    memory, more time, the same numbers."""
+    """x. In a compiled step that has such values, the backward pass keeps those alone and computes again what lies between them:
+    less memory, more time, the same numbers."""
     return x.clone()
 
 
