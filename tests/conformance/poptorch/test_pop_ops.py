@@ -58,6 +58,25 @@ def test_an_operator(name: str) -> None:
     equal(infer(MAKE[name], X), EXPECTED[name])
 
 
+def test_a_loop_over_layers_in_inference() -> None:
+    fc = nn.Linear(4, 4)
+
+    class Looped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = fc
+
+        def forward(self, x):
+            y = poptorch.for_loop(3, lambda t: t * 0.5 + self.fc(t), [x])[0]
+            return poptorch.cond(y.sum() > 0, lambda a: self.fc(a), [y], lambda a: a, [y])[0]
+
+    y = X
+    for _ in range(3):
+        y = y * 0.5 + fc(y)
+    y = fc(y) if y.sum() > 0 else y
+    equal(poptorch.inferenceModel(Looped(), options())(X), y.detach())
+
+
 @pytest.mark.parametrize("start", [0, 1, 2])
 def test_a_slice_whose_start_is_an_input(start: int) -> None:
     executor = poptorch.inferenceModel(Run(lambda x, s: poptorch.dynamic_slice(x, 1, s, 2)), options())

@@ -485,8 +485,7 @@ class PoplarExecutor:
         return self._result(outputs)
 
     def _result(self, outputs: list[Tensor]) -> Any:
-        outputs = [t.to(torch.int32) if t.dtype == torch.int64 else t for t in outputs]
-        made = [returned(t) for t in outputs]
+        made = [returned(t.to(torch.int32) if t.dtype == torch.int64 else coerced(t)) for t in outputs]
         return self._look.rebuilt(made)  # type: ignore[union-attr]
 
     # ---- reading ----

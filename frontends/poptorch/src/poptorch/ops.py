@@ -173,7 +173,8 @@ def cond(condition: Tensor, then_body: Callable[..., Any], then_inputs: Sequence
 
 
 def _inference_only(values: Sequence[Tensor], what: str) -> None:
-    if isRunningOnIpu() and any(t.requires_grad for t in values):
+    now = watching()
+    if now is not None and now.training and any(t.requires_grad for t in values):
         raise Error(
             "poptorch-loop", f"poptorch.{what} is only supported in inference models", fix=f"without {what}, write it in Python"
         )
