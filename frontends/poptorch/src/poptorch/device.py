@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -133,8 +133,13 @@ class Device:
     def seed(self, state: Sequence[int]) -> None:
         self._each(lambda session, _: session.seed(*state))
 
-    def download(self, model: nn.Module) -> None:
-        self.session.to_host(model)
+    def download(self, model: nn.Module, but: Collection[int] = ()) -> None:
+        """Into the model's tensors, except those with these ids."""
+        if not but:
+            self.session.to_host(model)
+            return
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        self.session.to_host({name: torch.empty_like(t) if id(t) in but else t for name, t in tensors.items()})
 
     def _each(self, act: Any) -> list[Any]:
         try:

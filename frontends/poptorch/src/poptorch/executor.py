@@ -67,6 +67,7 @@ class PoplarExecutor:
         self._compile_seconds: float | None = None
         self._is_quick = False
         if training:
+            self._shared.updated = frozenset(id(p) for group in optimizer.param_groups for p in group["params"])
             self._shared.wrap()
             self._shared.trainer = self
             if isinstance(optimizer, Optimizer):
@@ -308,8 +309,9 @@ class PoplarExecutor:
         """The device's weights into the module's own tensors."""
         device = self._attached()
         self._shared.is_fresh()
+        foreign = self._shared.foreign()
         with self._plain(pull=False):
-            device.download(self._traced)  # type: ignore[arg-type]
+            device.download(self._traced, foreign)  # type: ignore[arg-type]
 
     def copyWeightsToHostIfNeeded(self) -> bool:
         stale = self._shared.is_stale
@@ -321,6 +323,8 @@ class PoplarExecutor:
         """The module's tensors to the device."""
         device = self._attached()
         self._shared.is_fresh()
+        for other in self._owners():
+            other.pull()
         with self._plain(pull=False):
             device.upload(self._traced)  # type: ignore[arg-type]
         if self._training:
