@@ -17,6 +17,7 @@ from tqdm import tqdm
 import tilework
 from tilework.errors import TileworkError
 from tilework.parallel import Replicas, launched, start
+from tilework.tiles.keep import kept
 
 from .adapter import Traced
 from .batches import Batches
@@ -63,6 +64,15 @@ def instances(options: Options) -> int:
     return wanted if wanted > 1 and launched().size == wanted else 1
 
 
+def partition() -> str | None:
+    """The tiles of the partition that the environment names, if `vipu create` has made it here. Nobody else's is waited for."""
+    name = os.environ.get("IPUOF_VIPU_API_PARTITION_ID", "")
+    try:
+        return f"of:{name}" if name and kept(name) is not None else None
+    except TileworkError as e:
+        raise from_engine(e) from e
+
+
 class Progress:
     """The bar of a compile, on standard error."""
 
@@ -106,7 +116,7 @@ class Device:
         self, path: Path, batches: Batches, *, training: bool, seed: int, average: bool, nan_error: bool, processes: int = 1
     ) -> None:
         self.replicas: Replicas | None = None
-        settings: dict[str, Any] = {"weights": False, "nan_error": nan_error}
+        settings: dict[str, Any] = {"weights": False, "nan_error": nan_error, "tiles": partition()}
         try:
             group = start(expected=processes) if training and processes > 1 else None
             if training and batches.replicas > 1:
