@@ -20,7 +20,7 @@ import tilework
 import tilework.optim
 from tilework.cli.main import VERBS, app
 
-FUNCTIONS = ("compile", "load", "plan_step", "read_artifact", "settled")
+FUNCTIONS = ("compile", "load", "plan_step", "read_artifact", "recompute_from", "settled")
 CLASSES = ("Step", "Options", "Session", "Result", "Loader", "Compiled", "Artifact")
 RETURNED = ("Session", "Result", "Compiled", "Artifact")  # users get them from functions and never make one
 ERRORS = ("TileworkError", "UserError", "MachineError", "BugError", "TileworkWarning")

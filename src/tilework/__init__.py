@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from .artifact.operators import recompute_from as recompute_from
     from .artifact.reader import Artifact as Artifact
     from .artifact.reader import read_artifact as read_artifact
     from .capture.examples import settled as settled
@@ -50,6 +51,7 @@ _PUBLIC = {
     "compile": ("check.verified", "compile"),
     "load": ("runtime.session", "load"),
     "plan_step": ("compiler.build", "plan_step"),
+    "recompute_from": ("artifact.operators", "recompute_from"),
     "settled": ("capture.examples", "settled"),
     "read_artifact": ("artifact.reader", "read_artifact"),
 }

@@ -351,7 +351,8 @@ def test_our_own_operators_are_all_decided_on() -> None:
     made = {s.name.removeprefix("tilework::") for s in torch._C._jit_get_all_schemas() if s.name.startswith("tilework::")}
     allowed = {n.removeprefix("tilework.") for n in reference.allowed_operators() if n.startswith("tilework.")}
     only_in_native_code = {"called", "called_result", "random_bits_at", "store", "update_by_product"}
-    assert made - only_in_native_code == allowed
+    only_before_the_plan = {"recompute_from"}
+    assert made - only_in_native_code - only_before_the_plan == allowed
 
 
 def test_a_view_stays_within_its_tensor() -> None:

@@ -83,6 +83,39 @@ def store(target: Tensor, value: Tensor) -> None:
     target.copy_(value)
 
 
+# What the forward pass keeps for the backward pass, where it does not keep everything.
+
+
+@torch.library.custom_op("tilework::recompute_from", mutates_args=())
+def recompute_from(x: Tensor) -> Tensor:
+    """x. In a compiled step that has such values, the backward pass keeps those alone and computes again what lies between them:
+    less memory, more time, the same numbers."""
+    return x.clone()
+
+
+@recompute_from.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _recompute_from_backward(ctx, grad):  # type: ignore[no-untyped-def]
+    return grad
+
+
+recompute_from.register_autograd(_recompute_from_backward)
+
+
+@torch.library.custom_op("tilework::after", mutates_args=())
+def after(x: Tensor, other: Tensor) -> Tensor:
+    """x, when `other` is there and not before: what is computed from it is not what was computed from x."""
+    return x.clone()
+
+
+@after.register_fake
+def _(x: Tensor, other: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
 # What replicas have in common (synchronised batch normalization): every replica's sum of all of theirs, element by element.
 
 

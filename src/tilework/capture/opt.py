@@ -168,7 +168,7 @@ class _Traced:
         scalars = derived({k: torch.tensor(1.0, dtype=torch.float64) for k in g.rule.hyper}, torch.tensor(1))
         scalars |= g.rule.derive(scalars, torch.tensor(1))
         reads = ["p", "g", *(f"s/{s}" for s in (*g.rule.state, *g.rule.numbers)), "t", *(f"h/{name}" for name in scalars)]
-        example = [p, *(p.contiguous() for _ in range(1 + len(g.rule.state))), *(torch.tensor(0.0) for _ in g.rule.numbers)]
+        example = [p, p.contiguous(), *(g.rule.state_like(p) for _ in g.rule.state), *(torch.tensor(0.0) for _ in g.rule.numbers)]
         example += [torch.tensor(0), *(torch.tensor(1.0, dtype=wide) for _ in scalars)]
         reads, example = (reads + ["ran"], [*example, torch.tensor(1.0)]) if g.ran else (reads, example)
         results: list[str] = []

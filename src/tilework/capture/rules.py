@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import UserError
-from ..optim import LAMB
+from ..optim import LAMB, NARROW
+from ..optim import Adam as WideAdam
 from ..optim import AdamW as AdamWithoutCorrection
 from ..optim import RMSprop as RMSpropVariant
 
@@ -33,6 +34,11 @@ class Rule:
     update: Update
     numbers: dict[str, float] = field(default_factory=dict)  # state that is one number a parameter, and what it starts at
     derive: Callable[[Tensors, Tensor], Tensors] = lambda h, t: {}  # more scalars, once a group, in float64
+    is_wide: bool = False  # state of parameters of 16 bits is float32
+
+    def state_like(self, p: Tensor) -> Tensor:
+        """What state of a parameter looks like: dense, whatever the parameter's layout."""
+        return (p.float() if self.is_wide and p.dtype in NARROW else p).contiguous()
 
 
 def _decayed(g: Tensor, p: Tensor, h: Tensors) -> Tensor:
@@ -97,7 +103,17 @@ def _adam(group: dict[str, Any], decoupled: bool) -> Rule:
         return p - (m / (root / h["sqrt_correction2"] + h["eps"])) * h["step_size"], new
 
     state = ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if amsgrad else []))
-    return Rule("adamw" if decoupled else "adam", hyper, state, update)
+    rule = Rule("adamw" if decoupled else "adam", hyper, state, update)
+    return _widened(rule) if group.get("wide_state") else rule
+
+
+def _widened(rule: Rule) -> Rule:
+    """The same arithmetic in float32, where the parameter has 16 bits."""
+
+    def update(p: Tensor, g: Tensor, s: Tensors, h: Tensors, t: Tensor) -> tuple[Tensor, Tensors]:
+        return rule.update(p.float(), g.float(), s, h, t) if p.dtype in NARROW else rule.update(p, g, s, h, t)
+
+    return replace(rule, update=update, is_wide=True)
 
 
 def _rmsprop(group: dict[str, Any], keep_momentum: bool) -> Rule:
@@ -122,7 +138,8 @@ def _rmsprop(group: dict[str, Any], keep_momentum: bool) -> Rule:
         return p - (step if variant else step * h["lr"]), new
 
     state = ("square_avg", *(["grad_avg"] if centered else []), *(["momentum_buffer"] if with_buffer else []))
-    return Rule("rmsprop", hyper, state, update)
+    rule = Rule("rmsprop", hyper, state, update)
+    return _widened(rule) if group.get("wide_state") else rule
 
 
 def _lamb(group: dict[str, Any]) -> Rule:
@@ -149,7 +166,8 @@ def _lamb(group: dict[str, Any]) -> Rule:
         trust = torch.where((p_norm > 0) & (d_norm > 0), p_norm / d_norm, torch.ones_like(p_norm))
         return p - direction * (trust * h["lr"]), {"exp_avg": m, "exp_avg_sq": v}
 
-    return Rule("lamb", hyper, ("exp_avg", "exp_avg_sq"), update)
+    rule = Rule("lamb", hyper, ("exp_avg", "exp_avg_sq"), update)
+    return _widened(rule) if group.get("wide_state") else rule
 
 
 def _moments(group: dict[str, Any], *more: str) -> dict[str, float]:
@@ -293,6 +311,7 @@ RULES: dict[type, Callable[[dict[str, Any], bool], Rule]] = {
     torch.optim.SGD: _sgd,
     AdamWithoutCorrection: lambda group, _: _adam(group, decoupled=True),
     RMSpropVariant: _rmsprop,
+    WideAdam: lambda group, _: _adam(group, decoupled=False),
     torch.optim.AdamW: lambda group, _: _adam(group, decoupled=True),
     torch.optim.Adam: lambda group, _: _adam(group, decoupled=bool(group.get("decoupled_weight_decay", False))),
     torch.optim.RMSprop: _rmsprop,

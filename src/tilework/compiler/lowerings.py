@@ -194,6 +194,14 @@ def register() -> None:
         copy.realize()
         return copy
 
+    @register_lowering(tilework.after.default, type_promotion_kind=None)
+    def after(x: Any, other: Any) -> Any:
+        copy = kept(x)
+        name = ExternKernel.realize_input(other).get_name()
+        if name in V.graph.name_to_buffer:  # made in this program, not given to it
+            V.graph.additional_buffer_deps[copy.get_name()].add(name)
+        return copy
+
     @register_lowering(tilework.over_replicas.default, type_promotion_kind=None)
     def over_replicas(x: Any) -> Any:
         if on_gpu(x):  # Device.sum_over says that it has none

@@ -213,7 +213,7 @@ _COMPLETE = {
     "scatter_add", "scatter_reduce", "sort", "topk", "native_layer_norm", "native_group_norm",
 }  # fmt: skip
 _BY_ELEMENT = {"where", "add", "sub", "mul", "div", "neg", "sqrt", "maximum", "minimum"}  # whatever tags a version of torch gives
-_SAME_PLACES = {"once", "kept", "clone", "copy", "_to_copy", "convert_element_type", "alias", "detach"}
+_SAME_PLACES = {"once", "kept", "after", "clone", "copy", "_to_copy", "convert_element_type", "alias", "detach"}
 
 
 def _reads_elsewhere(value: torch.fx.Node, target: torch.fx.Node) -> bool:

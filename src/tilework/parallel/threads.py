@@ -2,7 +2,8 @@
 
 with tilework.parallel.Replicas("lenet.pef", 2) as replicas:
     result = replicas.run(x, y)          # the joined batch: each replica gets its share
-"""
+
+With group=tilework.parallel.start() they are as many in each of several processes (spread.py)."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ class _Room:
 
     def __init__(self, size: int, timeout: float) -> None:
         self.barrier, self.values, self.timeout = threading.Barrier(size), [None] * size, timeout
+        self.turn, self.turned = 0, threading.Condition()  # of the threads that speak to other processes
 
 
 class ThreadGroup(Group):
@@ -40,10 +42,10 @@ class ThreadGroup(Group):
         self.nodes, self.node, self.local_ranks = [list(range(size))], 0, list(range(size))
         self.pids, self.hosts = [os.getpid()] * size, ["this process"] * size
         self.failed = self.stopped = self._closed = False
-        self._room = room
+        self.room = room
 
     def tell(self, value: Any) -> list[Any]:
-        room = self._room
+        room = self.room
         room.values[self.rank] = value
         self._meet()
         found = list(room.values)
@@ -52,7 +54,7 @@ class ThreadGroup(Group):
 
     def _meet(self) -> None:
         try:
-            self._room.barrier.wait(self.timeout)
+            self.room.barrier.wait(self.timeout)
         except threading.BrokenBarrierError:
             raise self.lost(self.doing or "start", "another replica of this process failed") from None
 
@@ -77,7 +79,7 @@ class ThreadGroup(Group):
         return None
 
     def fail(self) -> None:
-        self._room.barrier.abort()
+        self.room.barrier.abort()
 
     def take_cores(self) -> None:
         """A thread's threads run where it does."""
@@ -93,21 +95,42 @@ class Replicas:
     """Several sessions of one artifact, whose gradients are averaged in every step. The artifact is compiled for replicas."""
 
     def __init__(
-        self, path: str | Path, count: int, *, average: bool = True, seed: int = 0, timeout: float = TIMEOUT, **settings: Any
+        self,
+        path: str | Path,
+        count: int,
+        *,
+        group: Group | None = None,
+        average: bool = True,
+        reduce: Literal["device", "host"] = "device",
+        algorithm: Literal["auto", "ring", "hierarchical"] = "auto",
+        seed: int = 0,
+        timeout: float = TIMEOUT,
+        **settings: Any,
     ) -> None:
-        """settings: as tilework.load takes them."""
+        """group      processes that have `count` replicas each: together they are one run. Every process makes its Replicas.
+        average, reduce, algorithm   as Session.join takes them.
+        settings   as tilework.load takes them."""
         if count < 1:
             raise UserError("ranks-launched", "the number of replicas", found=str(count), expected="1 or more")
         from ..runtime.session import load
+        from .spread import SpreadGroup
 
+        if group is not None and group.size > 1:
+            counts = group.tell(count)
+            if len(set(counts)) > 1:
+                raise UserError("ranks-launched", "the processes have different numbers of replicas",
+                                found=", ".join(map(str, counts)), expected="as many in each")  # fmt: skip
+            timeout = group.timeout
+            group.take_cores()
         self._room = _Room(count, timeout)
         self._workers = [ThreadPoolExecutor(1, thread_name_prefix=f"replica-{i}") for i in range(count)]
 
         def made(rank: int) -> Session:
-            group = ThreadGroup(self._room, rank)
-            group.take_cores()
+            threads = ThreadGroup(self._room, rank)
+            threads.take_cores()
             session = load(path, seed=seed, num_threads=torch.get_num_threads(), **settings)
-            session.join(group, average=average)
+            spread = SpreadGroup(threads, group) if group is not None and group.size > 1 else threads
+            session.join(spread, average=average, reduce=reduce, algorithm=algorithm)
             return session
 
         self.sessions: list[Session] = self._each(made)
@@ -133,8 +156,8 @@ class Replicas:
         return [f.result() for f in waiting]
 
     def run(self, *inputs: Tensor, num_steps: int = 1, **settings: Any) -> list[Any]:
-        """One call of each replica, on its share of the batch: the first rows of each step are the first replica's. Returns each
-        replica's result."""
+        """One call of each replica of this process, on its share of the batch: the first rows of each step are the first
+        replica's. Returns each replica's result."""
         count = len(self.sessions)
         dim = self.sessions[0].manifest.signature.batch_dim or 0
         shares = [_shares(t, count, num_steps, dim) for t in inputs]

@@ -9,7 +9,7 @@ from typing import Literal
 from ..errors import UserError, did_you_mean
 from ..found import device_names
 
-PASSES = ("fuse", "join", "sums", "small_convolutions", "products", "updates", "channels_last", "pieces")
+PASSES = ("fuse", "join", "recompute", "sums", "small_convolutions", "products", "updates", "channels_last", "pieces")
 
 
 GPUS = ("native", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")

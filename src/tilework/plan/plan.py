@@ -23,6 +23,7 @@ from .layout import channels_last
 from .options import Options
 from .pieces import Cut, cut
 from .products import products
+from .recompute import recompute, unmarked
 from .shards import parts
 from .sums import sums
 from .updates import updates
@@ -115,6 +116,8 @@ def plan(steps: Sequence[StepGraph], options: Options, passes: Sequence[str] = (
     seen: dict[Any, Any] = {}
     for graph in programs.values():
         verify(graph, "capture", None, seen)
+    again = unmarked if "recompute" in options.disable else recompute  # of every device: marks say what is kept, and do nothing
+    programs = {name: _verified(again(graph), "pass recompute", graph, seen) for name, graph in programs.items()}
     for name, change in CHANGES.items():
         if name in passes and name not in options.disable:
             changed = change(programs)
@@ -138,6 +141,12 @@ def plan(steps: Sequence[StepGraph], options: Options, passes: Sequence[str] = (
     if "pieces" in passes and "pieces" not in options.disable:
         cuts = {name: made for name, graph in programs.items() if (made := cut(graph, options.piece_size)) is not None}
     return Plan(tuple(steps), tuple(signatures), options, programs, carries, buffers, costs, cuts=cuts)
+
+
+def _verified(graph: Graph, stage: str, before: Graph, seen: dict[Any, Any]) -> Graph:
+    if graph is not before:
+        verify(graph, stage, before, seen)
+    return graph
 
 
 def _named(role: str, prefix: str) -> str:

@@ -10,6 +10,7 @@ chip:2-3          those chips, by number
 /X_0/R_1          the tiles at a path, as `tilework tiles` writes them
 all               every core that the process may use
 job, job:4        for the job that the process is in: one chip, or whatever is written after `job:`
+of:NAME           those that this user keeps under a name (keep.py)
 shared            no tiles at all
 """
 
@@ -59,6 +60,17 @@ def for_job(text: str) -> tuple[bool, str]:
     """Is it for the job, and what is asked for?"""
     word, _, rest = text.strip().partition(":")
     return (True, rest.strip()) if word == "job" else (False, text)
+
+
+def is_name(text: str) -> bool:
+    """Whether tiles can be kept under it. Jobs have numbers."""
+    return re.fullmatch(r"[A-Za-z][\w.-]{0,39}", text, re.ASCII) is not None
+
+
+def named(text: str) -> str:
+    """The name of the kept tiles that are asked for; empty where others are."""
+    word, _, name = text.strip().partition(":")
+    return name if word == "of" and is_name(name) else ""
 
 
 def parse(text: str, node: Node) -> Ask:

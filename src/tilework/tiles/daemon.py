@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from .. import __version__
 from ..errors import MachineError, UserError
 from . import alive, messages, records
-from .asks import Ask, for_job, parse
+from .asks import Ask, for_job, named, parse
 from .describe import compute, holders_in_words, not_that_platform, user_name, view
 from .jobs import job_of
 from .leases import Lease
@@ -339,6 +339,11 @@ class Daemon(Server):
                                 found="no job in its cgroup, and no process above it that keeps one",
                                 expected="a process of a job of `tilework job`, or of Slurm with jobs in cgroups",
                                 fix="ask without `job`: TILEWORK_TILES=4")  # fmt: skip
+            if name := named(text):
+                of, text = self.ledger.kept(record, name), ""
+                if of is None:
+                    raise UserError("tiles-job", f"no tiles are kept under the name {name}",
+                                    fix="see `tilework tiles`; tiles are kept by who runs the program")  # fmt: skip
             if request.keeps:
                 record.kind, record.job, record.cgroup, whole = "job", printable(request.keeps, 40), "", False
             record.part, record.chosen = request.part, tuple(numbers(request.chosen)) if request.chosen else ()

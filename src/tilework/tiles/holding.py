@@ -17,7 +17,7 @@ from collections.abc import Callable
 from ..errors import UserError
 from ..parallel.environment import launched, ranks_on_node
 from . import client
-from .asks import SHARED, for_job
+from .asks import SHARED, for_job, named
 from .client import Lease
 from .page import Page
 from .topology import asked_platform
@@ -95,7 +95,7 @@ def one_chip() -> str:
 
 def _take(held: Held, text: str, chosen: str, say: Callable[[str], None]) -> None:
     """chosen: of a job's tiles, those that this process names."""
-    ranks, own, in_a_job = ranks_on_node(), launched().local_rank, for_job(text)[0]
+    ranks, own, in_a_job = ranks_on_node(), launched().local_rank, for_job(text)[0] or bool(named(text))
     if ranks > 1 and not in_a_job:
         _check_ranks(ranks)
     part = (own, ranks) if in_a_job and own < ranks else (0, 1)

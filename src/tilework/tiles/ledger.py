@@ -126,6 +126,11 @@ class Ledger:
         kept = {(x.record.pid, x.record.start): x for x in jobs if not x.record.cgroup}
         return next((kept[who] for who in above if who in kept), None)
 
+    def kept(self, record: Record, name: str) -> Lease | None:
+        """What the user of a process keeps under a name."""
+        found = (x for x in self.leases.values() if x.record.kind == "job" and not x.record.cgroup and x.record.job == name)
+        return next((x for x in found if x.record.uid == record.uid), None)
+
     def members(self, lease: Lease) -> list[Lease]:
         """Whose pages say what a lease is doing."""
         if lease.record.kind != "job":

@@ -161,6 +161,12 @@ def test_32_and_64_bits_are_the_same_type() -> None:
     assert executor(x.double(), y.int())[0].shape == a[0].shape
 
 
+@pytest.mark.parametrize(("made", "back"), [(torch.float64, torch.float32), (torch.bfloat16, torch.float32),
+                                            (torch.int64, torch.int32), (torch.float16, torch.float16)])  # fmt: skip
+def test_types_that_forward_makes(made: torch.dtype, back: torch.dtype) -> None:
+    assert infer(lambda x: x.to(made), torch.tensor([0.0, 1.0, 2.0])).dtype == back
+
+
 def test_half_activations_beside_float_weights() -> None:
     fc, conv = nn.Linear(4, 3), nn.Conv2d(1, 2, 3)
     x = torch.randn(2, 4)

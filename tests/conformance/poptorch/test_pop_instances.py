@@ -49,19 +49,63 @@ def poprun(*words: str, code: str = "", timeout: int = 120) -> subprocess.Comple
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
 
 
-@pytest.mark.parametrize(("instances", "replicas"), [(1, 2), (2, 2)])
+@pytest.mark.parametrize(("instances", "replicas"), [(1, 2), (2, 2), (2, 4)])
 def test_several_replicas_train_as_eager_does(instances: int, replicas: int) -> None:
     done = poprun("-v", f"--num-instances={instances}", f"--num-replicas={replicas}", code=TRAIN.format(here=str(HERE)))
     assert done.returncode == 0, done.stdout + done.stderr
     torch.manual_seed(0)
     model = Classifier()
     x, y = data(8)
-    eager(model, torch.optim.SGD(model.parameters(), lr=0.1), x, y, 2, 1, 2)
+    eager(model, torch.optim.SGD(model.parameters(), lr=0.1), x, y, 2, 1, replicas)
     line = next(line for line in done.stdout.splitlines() if line.startswith("[1,0]<stdout>:{"))
     found = json.loads(line.removeprefix("[1,0]<stdout>:"))
     torch.testing.assert_close(torch.tensor(found["weight"]), model.fc.weight.detach(), rtol=1e-4, atol=1e-6)
     assert found["size"] == instances and found["all"] == [1, "a"]
     assert "terminated with exit code 0" in done.stdout and "poprun topology" in done.stdout
+
+
+SHARED = """
+import json, sys
+sys.path.insert(0, {here!r})
+import torch, popdist.poptorch, poptorch
+from pop_helpers import Classifier, data
+popdist.init()
+options = popdist.poptorch.Options()
+options.deviceIterations(2).randomSeed(3).showCompilationProgressBar(False)
+options.Training.gradientAccumulation(2)
+torch.manual_seed(0)
+model = Classifier()
+executor = poptorch.trainingModel(model, options, poptorch.optim.SGD(model.parameters(), lr=0.1))
+loader = poptorch.DataLoader(options, torch.utils.data.TensorDataset(*data(64)), batch_size=1, shuffle={shuffle})
+rows = []
+for x, y in loader:
+    out, loss = executor(x, y)
+    rows.append([x.tolist(), list(out.shape), list(loss.shape)])
+print(json.dumps({{"weight": model.fc.weight.tolist(), "rows": rows, "offset": popdist.getReplicaIndexOffset()}}))
+"""
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_each_instance_reads_its_own_share(shuffle: bool) -> None:
+    """Two instances of two replicas, each with half of the data: every update is made from the micro-batches of all four."""
+    done = poprun("--num-instances=2", "--num-replicas=4", code=SHARED.format(here=str(HERE), shuffle=shuffle))
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = sorted(line for line in done.stdout.splitlines() if "<stdout>:{" in line)
+    found = [json.loads(line.split(":", 1)[1]) for line in lines]
+    assert [f["offset"] for f in found] == [0, 2] and found[0]["weight"] == found[1]["weight"]
+    shares = [torch.tensor([row for x, *_ in f["rows"] for row in x]) for f in found]
+    rows, labels = data(64)
+    numbers = [[int((rows == row).all(1).nonzero()) for row in share] for share in shares]
+    assert len(found[0]["rows"]) == 4 and sorted(numbers[0] + numbers[1]) == list(range(64))
+    assert shuffle or numbers == [list(range(32)), list(range(32, 64))]
+    assert found[0]["rows"][0][1:] == [[2, 3], [2]]  # outputs of the instance's own replicas
+    torch.manual_seed(0)
+    model = Classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for i in range(0, 32, 4):  # an update: [accumulation][replicas] of each instance
+        now = torch.tensor([*numbers[0][i : i + 4], *numbers[1][i : i + 4]])
+        eager(model, optimizer, rows[now], labels[now], 1, 2, 4)
+    torch.testing.assert_close(torch.tensor(found[0]["weight"]), model.fc.weight.detach(), rtol=1e-4, atol=1e-6)
 
 
 def test_the_exit_code_is_the_programs() -> None:
@@ -114,7 +158,6 @@ def test_the_table_of_the_topology() -> None:
 
 @pytest.mark.parametrize(("words", "text"), [
     ([], "no program"), (["--num-replicas=3", "--num-instances=2", "python"], "divided evenly"),
-    (["--num-replicas=4", "--num-instances=2", "python"], "several instances with several replicas"),
     (["--num-instances=0", "python"], "1 or more"), (["-H", "elsewhere", "python"], "this machine only"),
     (["no-such-command-here"], "there is no command"),
 ])  # fmt: skip

@@ -9,6 +9,7 @@ from pop_helpers import options, same, twin
 from test_pop_inputs import Run, equal, infer
 from torch import nn
 
+import popart
 import poptorch
 from poptorch import MatMulSerializationMode as Mode
 
@@ -55,6 +56,25 @@ def _scoped(x):
 @pytest.mark.parametrize("name", MAKE)
 def test_an_operator(name: str) -> None:
     equal(infer(MAKE[name], X), EXPECTED[name])
+
+
+def test_a_loop_over_layers_in_inference() -> None:
+    fc = nn.Linear(4, 4)
+
+    class Looped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = fc
+
+        def forward(self, x):
+            y = poptorch.for_loop(3, lambda t: t * 0.5 + self.fc(t), [x])[0]
+            return poptorch.cond(y.sum() > 0, lambda a: self.fc(a), [y], lambda a: a, [y])[0]
+
+    y = X
+    for _ in range(3):
+        y = y * 0.5 + fc(y)
+    y = fc(y) if y.sum() > 0 else y
+    equal(poptorch.inferenceModel(Looped(), options())(X), y.detach())
 
 
 @pytest.mark.parametrize("start", [0, 1, 2])
@@ -149,3 +169,39 @@ def test_the_log_is_quiet_when_it_is_off(capsys) -> None:
     poptorch.setLogLevel("OFF")
     infer(lambda x: x + 1, torch.tensor([1]))
     assert capsys.readouterr().err == ""
+
+
+class Deep(nn.Module):
+    """Where `marks`, with a checkpoint after each layer."""
+
+    def __init__(self, marks: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.2), nn.Linear(64, 16)) for _ in range(5)
+        )
+        self.marks = marks
+
+    def forward(self, x, y):
+        for layer in self.layers:
+            x = poptorch.recomputationCheckpoint(layer(x)) if self.marks else layer(x)
+        return x, F.mse_loss(x, y)
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_checkpoints_save_memory(wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TILEWORK_DEVICE", "cpu")
+    x, y = torch.randn(64, 16), torch.randn(64, 16)
+    outs, temporary = [], []
+    for marks in (True, False):
+        torch.manual_seed(0)
+        model = Deep(marks)
+        opts = options().randomSeed(4)
+        if not wanted:
+            opts._Popart.set("autoRecomputation", int(popart.RecomputationType.NoRecompute))
+        executor = poptorch.trainingModel(model, opts, poptorch.optim.SGD(model.parameters(), lr=0.1))
+        executor(x, y)
+        outs.append(executor(x, y)[0])
+        programs = executor._device.session.manifest.programs
+        temporary.append(programs["step"].temporary_bytes)
+    assert torch.equal(outs[0], outs[1])
+    assert temporary[0] < 0.8 * temporary[1] if wanted else temporary[0] == temporary[1]

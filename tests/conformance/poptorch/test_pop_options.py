@@ -252,9 +252,27 @@ def test_from_a_file(tmp_path) -> None:
     assert opts.output_mode == poptorch.OutputMode.All
 
 
+def test_strategies_and_settings_in_a_file(tmp_path) -> None:
+    path = tmp_path / "options.conf"
+    path.write_text(
+        "setExecutionStrategy(poptorch.PipelinedExecution(poptorch.Stage('a').ipu(1), poptorch.Stage('b')))\n"
+        "TensorLocations.setOptimizerLocation(poptorch.TensorLocationSettings().useOnChipStorage(False))\n"
+    )
+    opts = poptorch.Options().loadFromFile(path)
+    expected = poptorch.Options().setExecutionStrategy(
+        poptorch.PipelinedExecution(poptorch.Stage("a").ipu(1), poptorch.Stage("b"))
+    )
+    expected.TensorLocations.setOptimizerLocation(poptorch.TensorLocationSettings().useOnChipStorage(False))
+    assert repr(opts) == repr(expected)
+    path.write_text("setExecutionStrategy(poptorch.ShardedExecution())")
+    assert isinstance(poptorch.Options().loadFromFile(path)._execution_strategy, poptorch.ShardedExecution)
+
+
 @pytest.mark.parametrize(
     "line",
     [
+        "setExecutionStrategy(poptorch.load('x'))",
+        "setExecutionStrategy(poptorch.Stage('a').__class__())",
         "deviceIterations(0)",
         "noSuch(1)",
         "deviceIterations",

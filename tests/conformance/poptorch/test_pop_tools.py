@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -26,6 +29,7 @@ def four_chips(monkeypatch):
         "host", "this machine", False, ("BOARD", "CHIP", "TILE"), tiles, DaemonView(1, "root", 0.0, "0", "/run"), leases=[lease]
     )
     monkeypatch.setattr(module, "view", lambda *_: seen)
+    monkeypatch.setattr("tilework.tiles.client.view", lambda **_: seen)
     monkeypatch.setattr("socket.gethostname", lambda: "node")
 
 
@@ -84,11 +88,61 @@ def test_partitions_are_leases(capsys) -> None:
     assert vipu(["list", "partitions"]) == 0
     assert "arnoldw" in capsys.readouterr().out
     assert vipu(["list", "ipu-attrs"]) == 0 and "1: 2 tiles, held" in capsys.readouterr().out
-    assert vipu(["create", "partition", "mine", "--size", "4"]) == 2
-    assert "srun --ipus" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("words", "text"), [
+    (["create", "partition", "mine", "--size", "3"], "a power of two"), (["create", "partition"], "needs a name"),
+    (["create", "allocation", "mine"], "only partitions"), (["remove", "partition", "mine", "--what"], "unknown: --what"),
+    (["create", "partition", "mine", "--size", "8"], "at most 4"), (["create", "partition", "12"], "under this name"),
+    (["remove", "partition", "mine"], "no tiles are kept"),
+])  # fmt: skip
+def test_partitions_that_cannot_be(capsys, words, text: str) -> None:
+    assert vipu(words) == 2
+    assert text in capsys.readouterr().err
 
 
 def test_popc(capsys) -> None:
     assert popc(["--version"]) == 0
     assert capsys.readouterr().out.startswith("POPLAR version 3.4.0 (")
     assert popc(["codelet.cpp"]) == 2 and "register_custom_op" in capsys.readouterr().err
+
+
+PROGRAM = """
+import torch, poptorch
+from tilework.tiles import holding
+executor = poptorch.inferenceModel(torch.nn.Linear(4, 2), poptorch.Options().showCompilationProgressBar(False))
+executor(torch.zeros(2, 4))
+lease = holding._held.lease
+print("tiles", *(lease.tiles if lease is not None else ()))
+"""
+
+
+def test_a_partition_from_its_making_to_its_end(tmp_path) -> None:
+    """Over a daemon of its own: a program in the partition's environment runs on the partition's tiles."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("TILEWORK_", "IPUOF_"))}
+    env = {**clean, "TILEWORK_RUN": str(tmp_path / "run"), "TILEWORK_DEVICE": "reference"}
+
+    def run(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(words, env={**env, **more}, capture_output=True, text=True, timeout=60)
+
+    def tool(*words: str) -> subprocess.CompletedProcess[str]:
+        return run(sys.executable, "-c", "from poptorch.tools.others import run_vipu; run_vipu()", *words)
+
+    try:
+        made = tool("create", "partition", "mine", "--size", "1", "--reconfigurable")
+        assert (made.returncode, made.stdout) == (0, "create partition (mine): success.\n"), made.stderr
+        again = tool("create", "partition", "mine", "--size", "1")
+        assert again.returncode == 2 and "already" in again.stderr
+        listed = tool("list", "partitions")
+        assert " mine " in listed.stdout, listed
+        inside = run(sys.executable, "-c", PROGRAM, IPUOF_VIPU_API_PARTITION_ID="mine")
+        assert inside.returncode == 0 and len(inside.stdout.split()) > 1, inside
+        for name in ("", "elsewhere"):  # as on a machine where it has always been set
+            outside = run(sys.executable, "-c", PROGRAM, IPUOF_VIPU_API_PARTITION_ID=name)
+            assert outside.stdout.split() == ["tiles"], outside
+        ended = tool("remove", "partition", "mine")
+        assert (ended.returncode, ended.stdout) == (0, "remove partition (mine): success.\n"), ended.stderr
+        assert " mine " not in tool("list", "partitions").stdout
+    finally:
+        tool("remove", "partition", "mine")
+        run(sys.executable, "-m", "tilework", "daemon", "stop")

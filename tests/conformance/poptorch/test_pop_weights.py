@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from pop_helpers import Classifier, data, options, same, trained
+from pop_helpers import Classifier, data, options, same, trained, twin
 from torch import nn
 
 import poptorch
@@ -301,6 +301,30 @@ def test_random_numbers_go_on_from_a_saved_state() -> None:
     assert torch.equal(again(torch.ones(64)), one)
 
 
+def test_random_numbers_of_every_replica_go_on_after_the_device_was_left() -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.drop = nn.Linear(4, 3), nn.Dropout(0.5)
+
+        def forward(self, x, y):
+            out = self.drop(self.fc(x))
+            return out, nn.functional.cross_entropy(out, y)
+
+    found = []
+    for leave in (False, True):
+        torch.manual_seed(0)
+        model = Noisy()
+        executor = poptorch.trainingModel(model, options(r=2).randomSeed(3), poptorch.optim.SGD(model.parameters(), lr=0.1))
+        x, y = data(8)
+        executor(x, y)
+        if leave:
+            executor.detachFromDevice()
+        found.append(executor(x, y)[0].clone())
+        executor.destroy()
+    assert torch.equal(found[0], found[1])
+
+
 def test_compile_only() -> None:
     executor, _ = trained(options().useOfflineIpuTarget())
     executor.compile(X, Y)
@@ -388,3 +412,42 @@ def test_two_models_that_share_a_part() -> None:
     first.destroy()
     second.destroy()
     assert loss.isfinite() and type(network.fc.weight) is nn.Parameter and type(one) is type(two) is WithLoss
+
+
+class Judging(nn.Module):
+    def __init__(self, maker: nn.Module, judge: nn.Module) -> None:
+        super().__init__()
+        self.maker, self.judge = maker, judge
+
+    def forward(self, real, noise):
+        return poptorch.identity_loss(self.judge(self.maker(noise).detach()).square() + self.judge(real), "mean")
+
+
+class Judged(Judging):
+    def forward(self, real, noise):
+        return poptorch.identity_loss(self.judge(self.maker(noise)).square(), "mean")
+
+
+def test_two_models_that_train_parts_of_each_other() -> None:
+    """As a generator and a discriminator: each executor's optimizer has its own part, and both read both."""
+    parts = nn.Linear(4, 6), nn.Linear(6, 1)
+    twins = twin(parts[0]), twin(parts[1])
+    sides = []
+    for kind, trained_part in ((Judging, 1), (Judged, 0)):
+        optimizer = poptorch.optim.SGD(parts[trained_part].parameters(), lr=0.1)
+        executor = poptorch.trainingModel(kind(*parts), options(), optimizer)
+        sides.append((executor, kind(*twins), torch.optim.SGD(twins[trained_part].parameters(), lr=0.1)))
+    for i in range(3):
+        g = torch.Generator().manual_seed(i)
+        real, noise = torch.randn(8, 6, generator=g), torch.randn(8, 4, generator=g)
+        for executor, plain, optimizer in sides:
+            if executor.isAttachedToDevice():
+                executor.copyWeightsToDevice()
+            loss = executor(real, noise)
+            optimizer.zero_grad()
+            expected = plain(real, noise)
+            expected.backward()
+            optimizer.step()
+            torch.testing.assert_close(loss + 0, expected.detach())
+    for part, other in zip(parts, twins, strict=True):
+        same(part, other)

@@ -87,11 +87,6 @@ def problem(args: argparse.Namespace) -> str:
         return "--num-instances and --num-replicas are 1 or more"
     if args.num_replicas % args.num_instances:
         return f"{args.num_replicas} replicas cannot be divided evenly among {args.num_instances} instances"
-    if args.num_instances > 1 and args.num_replicas > args.num_instances:
-        return (
-            "several instances with several replicas each are not here: found "
-            f"{args.num_replicas} replicas in {args.num_instances} instances; use one instance, or as many instances as replicas"
-        )
     others = [h for h in args.host.split(",") if h and h.split(":")[0] not in ("localhost", "127.0.0.1", socket.gethostname())]
     if others:
         return f"poprun starts instances on this machine only, not on {others[0]}: use mpirun or srun on a cluster"

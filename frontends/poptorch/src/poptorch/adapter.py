@@ -84,7 +84,7 @@ def look(model: nn.Module, call: Call, tensors: Sequence[Tensor], *, training: b
     held = [(m, dict(m._parameters), dict(m._buffers)) for m in model.modules()]
     values = {id(b): (b, b.detach().clone()) for b in model.buffers()}
     try:
-        with torch.enable_grad() if training else torch.no_grad(), Watching(found) as watching:
+        with torch.enable_grad() if training else torch.no_grad(), Watching(found, training=training) as watching:
             args, kwargs = call.build(inputs)
             result = model(*args, **kwargs)
         for module, parameters, buffers in held:
@@ -134,7 +134,7 @@ class Traced(nn.Module):
         return self
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        with Watching() as watching:
+        with Watching(training=self._is_for_training) as watching:
             given = _widened(tensors)
             for i in self._seen.changed:
                 given[i] = given[i].clone()

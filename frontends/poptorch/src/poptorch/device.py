@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,12 @@ from tqdm import tqdm
 import tilework
 from tilework.errors import TileworkError
 from tilework.parallel import Replicas, launched, start
+from tilework.tiles.keep import kept
 
 from .adapter import Traced
 from .batches import Batches
 from .enums import ReductionType
-from .errors import Error, from_engine
+from .errors import from_engine
 from .options import Options
 
 _STAGES = 8  # lines of a compile's report, about
@@ -43,6 +44,7 @@ def compile_to(path: Path, traced: Traced, inputs: Sequence[Tensor], options: Op
             num_replicas=max(batches.replicas, instances(options)) if training else 1,
             programs="fused",
             keep_gradients=bool(options.anchored_tensors),
+            disable=() if recomputes(options) else ("recompute",),
         )
         cache = options.executable_cache_dir or None
         with Progress(enabled=options.show_compilation_progress_bar) as progress:
@@ -51,10 +53,24 @@ def compile_to(path: Path, traced: Traced, inputs: Sequence[Tensor], options: Op
         raise from_engine(e) from e
 
 
+def recomputes(options: Options) -> bool:
+    """Whether poptorch.recomputationCheckpoint counts. By default it does."""
+    return bool(options._Popart._values.get("autoRecomputation", 1))
+
+
 def instances(options: Options) -> int:
     """Processes that train together: those that a launcher has started, where the options know of them."""
     wanted = options.Distributed.numProcesses
     return wanted if wanted > 1 and launched().size == wanted else 1
+
+
+def partition() -> str | None:
+    """The tiles of the partition that the environment names, if `vipu create` has made it here. Nobody else's is waited for."""
+    name = os.environ.get("IPUOF_VIPU_API_PARTITION_ID", "")
+    try:
+        return f"of:{name}" if name and kept(name) is not None else None
+    except TileworkError as e:
+        raise from_engine(e) from e
 
 
 class Progress:
@@ -99,20 +115,17 @@ class Device:
     def __init__(
         self, path: Path, batches: Batches, *, training: bool, seed: int, average: bool, nan_error: bool, processes: int = 1
     ) -> None:
-        if training and processes > 1 and batches.replicas > 1:
-            raise Error("poptorch-devices", "several processes with several replicas each are not here",
-                        found=f"{processes} processes, {batches.replicas} replicas in each",
-                        fix="one process with all replicas, or one replica in each process")  # fmt: skip
         self.replicas: Replicas | None = None
-        settings: dict[str, Any] = {"weights": False, "nan_error": nan_error}
+        settings: dict[str, Any] = {"weights": False, "nan_error": nan_error, "tiles": partition()}
         try:
+            group = start(expected=processes) if training and processes > 1 else None
             if training and batches.replicas > 1:
-                self.replicas = Replicas(path, batches.replicas, average=average, seed=seed, **settings)
+                self.replicas = Replicas(path, batches.replicas, group=group, average=average, seed=seed, **settings)
                 self.sessions = self.replicas.sessions
             else:
                 self.sessions = [tilework.load(path, seed=seed, **settings)]
-                if training and processes > 1:
-                    self.sessions[0].join(start(expected=processes), average=average)
+                if group is not None:
+                    self.sessions[0].join(group, average=average)
         except TileworkError as e:
             raise from_engine(e) from e
         self.session = self.sessions[0]
@@ -127,8 +140,16 @@ class Device:
     def set(self, values: dict[str, float]) -> None:
         self._each(lambda session, _: session.set(values))
 
-    def download(self, model: nn.Module) -> None:
-        self.session.to_host(model)
+    def seed(self, state: Sequence[int]) -> None:
+        self._each(lambda session, _: session.seed(*state))
+
+    def download(self, model: nn.Module, but: Collection[int] = ()) -> None:
+        """Into the model's tensors, except those with these ids."""
+        if not but:
+            self.session.to_host(model)
+            return
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        self.session.to_host({name: torch.empty_like(t) if id(t) in but else t for name, t in tensors.items()})
 
     def _each(self, act: Any) -> list[Any]:
         try:

@@ -67,6 +67,7 @@ class PoplarExecutor:
         self._compile_seconds: float | None = None
         self._is_quick = False
         if training:
+            self._shared.updated = frozenset(id(p) for group in optimizer.param_groups for p in group["params"])
             self._shared.wrap()
             self._shared.trainer = self
             if isinstance(optimizer, Optimizer):
@@ -256,7 +257,7 @@ class PoplarExecutor:
             nan_error=self._training and options.Precision.enable_floating_point_exceptions, processes=instances(options),
         )  # fmt: skip
         if self._random is not None:
-            device.session.seed(*self._random)
+            device.seed(self._random)
         with self._plain():
             device.upload(self._traced, optimizers.twin(self._optimizer) if self._training else None)
         if self._state:
@@ -308,8 +309,9 @@ class PoplarExecutor:
         """The device's weights into the module's own tensors."""
         device = self._attached()
         self._shared.is_fresh()
+        foreign = self._shared.foreign()
         with self._plain(pull=False):
-            device.download(self._traced)  # type: ignore[arg-type]
+            device.download(self._traced, foreign)  # type: ignore[arg-type]
 
     def copyWeightsToHostIfNeeded(self) -> bool:
         stale = self._shared.is_stale
@@ -321,6 +323,8 @@ class PoplarExecutor:
         """The module's tensors to the device."""
         device = self._attached()
         self._shared.is_fresh()
+        for other in self._owners():
+            other.pull()
         with self._plain(pull=False):
             device.upload(self._traced)  # type: ignore[arg-type]
         if self._training:
@@ -358,7 +362,7 @@ class PoplarExecutor:
     def rng_state(self, state: Sequence[int]) -> None:
         self._random = tuple(int(n) for n in state)
         if self._device is not None:
-            self._device._each(lambda session, _: session.seed(*self._random))
+            self._device.seed(self._random)
 
     # ---- optimizer ----
 
@@ -485,8 +489,7 @@ class PoplarExecutor:
         return self._result(outputs)
 
     def _result(self, outputs: list[Tensor]) -> Any:
-        outputs = [t.to(torch.int32) if t.dtype == torch.int64 else t for t in outputs]
-        made = [returned(t) for t in outputs]
+        made = [returned(t.to(torch.int32) if t.dtype == torch.int64 else coerced(t)) for t in outputs]
         return self._look.rebuilt(made)  # type: ignore[union-attr]
 
     # ---- reading ----

@@ -180,12 +180,13 @@ class TensorLocations(Values):
 
 
 class Popart(Values):
-    """Settings of the original's back end: any key. Recorded; they have no effect here."""
+    """Settings of the original's back end: any key. Recorded; they have no effect here, but for `autoRecomputation`."""
 
     _title = "_Popart"
     _defaults: ClassVar[dict[str, Any]] = {"patterns": {}, "patterns_level": 2}
 
     def set(self, key: str, value: Any) -> Popart:
+        """Recorded; it has no effect here, but for `autoRecomputation`: with NoRecompute (0) checkpoints are left aside."""
         self._check_frozen()
         if not isinstance(key, str):
             raise ArgumentError("poptorch-options", "_Popart.set takes a name and a value", found=repr(key))

@@ -34,8 +34,9 @@ _current = threading.local()
 class Watching(TorchFunctionMode):
     """Around the user's forward: losses in the order in which they are made, blocks as they begin, operands of 16 and 32 bits."""
 
-    def __init__(self, observer: Any = None) -> None:
+    def __init__(self, observer: Any = None, *, training: bool = False) -> None:
         super().__init__()
+        self.training = training
         self.losses: list[Tensor] = []
         self.observer = observer  # only in the first look at the model
 

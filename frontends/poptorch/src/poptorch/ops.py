@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import tilework
+
 from .enums import MatMulSerializationMode, OverlapMode
 from .errors import ArgumentError, Error, WrongValue
 from .losses import watching
@@ -32,13 +34,16 @@ def ipuHardwareVersion() -> int:
 
 
 def recomputationCheckpoint(*tensors: Any) -> Any:
-    """These values are kept for the backward pass. Here all are, so this changes nothing."""
+    """These values are kept for the backward pass, and what lies between them is computed again there."""
     given = tensors[0] if len(tensors) == 1 else tensors
     leaves = given if isinstance(given, (list, tuple)) else [given]
     if not all(isinstance(t, Tensor) for t in leaves):
         raise WrongValue("poptorch-argument", "poptorch.recomputationCheckpoint takes tensors",
                          found=", ".join(type(t).__name__ for t in leaves))  # fmt: skip
-    return given
+    if not isRunningOnIpu():
+        return given
+    marked = [tilework.recompute_from(t) if t.is_floating_point() else t for t in leaves]
+    return type(given)(marked) if isinstance(given, (list, tuple)) else marked[0]
 
 
 def nop(tensor: Tensor) -> Tensor:
@@ -168,7 +173,8 @@ def cond(condition: Tensor, then_body: Callable[..., Any], then_inputs: Sequence
 
 
 def _inference_only(values: Sequence[Tensor], what: str) -> None:
-    if isRunningOnIpu() and any(t.requires_grad for t in values):
+    now = watching()
+    if now is not None and now.training and any(t.requires_grad for t in values):
         raise Error(
             "poptorch-loop", f"poptorch.{what} is only supported in inference models", fix=f"without {what}, write it in Python"
         )

@@ -17,6 +17,9 @@ from .logs import logger
 
 _KINDS: tuple[type, ...] = (tilework.optim.AdamW, tilework.optim.RMSprop, tilework.optim.LAMB, torch.optim.SGD, torch.optim.AdamW,
                             torch.optim.Adam, torch.optim.RMSprop)  # fmt: skip
+# Moments of parameters of 16 bits are float32, as on the device.
+_WIDE: dict[type, Any] = {kind: kind for kind in (tilework.optim.AdamW, tilework.optim.RMSprop, tilework.optim.LAMB)}
+_WIDE |= {getattr(torch.optim, name): getattr(tilework.optim, name) for name in ("Adam", "AdamW", "RMSprop")}
 _OURS = (optim.SGD, optim.Adam, optim.AdamW, optim.RMSprop, optim.LAMB)
 _FIRST, _SECOND, _THIRD = "Accl1___", "Accl2___", "Accl3___"
 _STATE = {"exp_avg": _FIRST, "exp_avg_sq": _SECOND, "momentum_buffer": "Accl___", "square_avg": _FIRST, "grad_avg": _THIRD}
@@ -47,7 +50,11 @@ def twin(optimizer: Any) -> torch.optim.Optimizer:
     """The same parameters and values in a plain optimizer: what the program has put around its own is not run."""
     kind = kind_of(optimizer)
     groups = [{**g, "params": list(g["params"])} for g in optimizer.param_groups]
-    made: torch.optim.Optimizer = kind(groups, lr=1e-3)
+    wide = _WIDE.get(kind)
+    if wide is not None and any(p.dtype in (torch.float16, torch.bfloat16) for g in groups for p in g["params"]):
+        made: torch.optim.Optimizer = wide([{**g, "wide_state": True} for g in groups], lr=1e-3)
+    else:
+        made = kind(groups, lr=1e-3)
     made.state.update(optimizer.state)
     return made
 

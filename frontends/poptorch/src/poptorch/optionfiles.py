@@ -95,7 +95,27 @@ def _call(options: Any, text: str) -> None:
     )
 
 
+# What a value may be made with: poptorch.Stage("a", "b").ipu(1), poptorch.TensorLocationSettings().useOnChipStorage(False).
+_MADE = ("PipelinedExecution", "ShardedExecution", "SerialPhasedExecution", "ParallelPhasedExecution", "Stage", "Phase",
+         "TensorLocationSettings")  # fmt: skip
+
+
 def _argument(node: ast.expr) -> Any:
     if isinstance(node, ast.Attribute):
         return _value(ast.unparse(node).removeprefix("poptorch."))
+    if isinstance(node, ast.Call):
+        return _maker(node.func)(*map(_argument, node.args), **{str(k.arg): _argument(k.value) for k in node.keywords})
+    if isinstance(node, ast.List):
+        return [_argument(item) for item in node.elts]
     return ast.literal_eval(node)
+
+
+def _maker(node: ast.expr) -> Any:
+    import poptorch
+
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Call) and not node.attr.startswith("_"):
+        return getattr(_argument(node.value), node.attr)
+    name = ast.unparse(node).removeprefix("poptorch.")
+    if name not in _MADE:
+        raise WrongValue("poptorch-config", f"{name} cannot be called here", expected=did_you_mean(name, _MADE))
+    return getattr(poptorch, name)

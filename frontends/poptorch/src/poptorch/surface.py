@@ -52,7 +52,7 @@ ROWS: list[tuple[str, str, str, str]] = [
         HERE,
         "operators in C++ for the chip are refused by name; register_custom_op gives them a function of torch operators",
     ),
-    (_P, "recomputationCheckpoint", IGNORED, "everything is kept for the backward pass"),
+    (_P, "recomputationCheckpoint", HERE, "what lies between two of them is computed again in the backward pass"),
     (_P, "set_available_memory setAvailableMemory set_overlap_for_input set_overlap_for_output OverlapMode", IGNORED, ""),
     (_P, "MultiConv Attribute NameScope ipu_print_tensor", IGNORED, "arguments are checked"),
     (

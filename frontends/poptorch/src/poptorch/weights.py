@@ -32,6 +32,7 @@ class Shared:
         self.is_wrapped = False
         self.is_stale = False
         self._busy = False
+        self.updated: frozenset[int] = frozenset()  # ids of the parameters that the training executor's optimizer updates
 
     def pull(self) -> None:
         """The host's copy is about to be read."""
@@ -51,7 +52,7 @@ class Shared:
     # ---- classes ----
 
     def wrap(self) -> None:
-        """Tensors that belong to another wrapped model stay that model's."""
+        """Tensors that belong to another wrapped model stay that model's, unless only this one's optimizer updates them."""
         model = self.model()
         assert model is not None
         kind = type(model)
@@ -62,11 +63,21 @@ class Shared:
                 t.__class__ = PoptorchParameter
             elif type(t) is Tensor:
                 t.__class__ = PoptorchBuffer
-            else:
+            elif not self._claims(t):
                 continue
             _owners[t] = weakref.ref(self)
         vars(model)[_KEY] = self
         self.is_wrapped = True
+
+    def _claims(self, t: Tensor) -> bool:
+        owner = _owners[t]() if t in _owners else None
+        return id(t) in self.updated and (owner is None or id(t) not in owner.updated)
+
+    def foreign(self) -> set[int]:
+        """ids of the model's tensors that another wrapped model trains: what this one's device has of them may be old."""
+        model = self.model()
+        assert model is not None
+        return {id(t) for t in _tensors(model) if (ref := _owners.get(t)) is not None and ref() not in (None, self)}
 
     def unwrap(self) -> None:
         model = self.model()

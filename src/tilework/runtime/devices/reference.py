@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 # Our own operators that graphs are made of. Others of ours only stand in for something while native code is generated.
 _OWN = frozenset(
     f"tilework.{name}"
-    for name in ("product", "batch_product", "updated_by_product", "once", "kept", "max_pool", "max_pool_grad", "small_conv",
-                 "small_conv_input_grad", "small_conv_weight_grad", "random_bits", "ctc", "over_replicas")
+    for name in ("product", "batch_product", "updated_by_product", "once", "kept", "after", "max_pool", "max_pool_grad",
+                 "small_conv", "small_conv_input_grad", "small_conv_weight_grad", "random_bits", "ctc", "over_replicas")
 )  # fmt: skip
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 
+from tilework.errors import UserError
+from tilework.tiles.keep import keep, let_go
+
 from .. import __version__
 from .devices import devices, guarded
 
@@ -12,14 +15,34 @@ from .devices import devices, guarded
 def vipu(argv: list[str] | None = None) -> int:
     p = argparse.ArgumentParser(prog="vipu", description="Leases of this machine's tiles, as partitions.")
     p.add_argument("--version", action="version", version=f"v-ipu {__version__}")
-    p.add_argument("action", choices=("list", "create", "remove"), help="list; leases are made by who uses them")
+    p.add_argument("action", choices=("list", "create", "remove"))
     p.add_argument("what", choices=("partition", "partitions", "allocation", "allocations", "ipu-attrs"))
-    p.add_argument("rest", nargs=argparse.REMAINDER)
-    args = p.parse_args(argv)
+    p.add_argument("name", nargs="?", default="")
+    p.add_argument("--size", type=int, default=1, help="how many IPUs: a power of two")
+    p.add_argument("--reconfigurable", action="store_true", help="has no effect here")
+    args, rest = p.parse_known_args(argv)
     if args.action != "list":
-        print("vipu: partitions are leases here, which a job or a process takes and gives back by itself\n"
-              "  fix: srun --ipus=4 python train.py, or TILEWORK_TILES=chips:4 python train.py", file=sys.stderr)  # fmt: skip
-        return 2
+        problem = (
+            f"{args.action} {args.what} is not here: only partitions are created and removed" if args.what != "partition" else
+            f"unknown: {' '.join(rest)}" if rest else
+            f"vipu {args.action} partition NAME needs a name" if not args.name else
+            f"the size is a power of two, not {args.size}" if args.size < 1 or args.size & (args.size - 1) else ""
+        )  # fmt: skip
+        if problem:
+            print(f"vipu: {problem}", file=sys.stderr)
+            return 2
+
+        def change() -> None:
+            if args.action == "create":
+                if args.size > (have := len(devices())):
+                    raise UserError("poptorch-devices", "a partition of this size does not exist here", found=str(args.size),
+                                    expected=f"at most {have}")  # fmt: skip
+                keep(args.name, f"chips:{args.size}")
+            else:
+                let_go(args.name)
+            print(f"{args.action} partition ({args.name}): success.")
+
+        return guarded("vipu", change)
 
     def show() -> None:
         found = devices()
