@@ -334,3 +334,10 @@ def test_popart_has_the_enums_that_programs_pass(name: str) -> None:
 def test_popart_itself_is_not_here() -> None:
     with pytest.raises(AttributeError, match="only the enums"):
         _ = popart.Builder
+
+
+def test_a_misspelt_setter() -> None:
+    with pytest.raises(poptorch.Error, match="did you mean 'deviceIterations'"):
+        poptorch.Options().deviceIteration(2)
+    with pytest.raises(AttributeError, match="did you mean 'gradientAccumulation'"):
+        poptorch.Options().Training.gradientAcumulation(2)

@@ -32,7 +32,10 @@ class Values:
         if name.startswith("__"):
             raise AttributeError(name)
         raise UnknownOption("poptorch-options", f"Invalid option: {self._title} has no option {name!r}",
-                            expected=did_you_mean(name, values))  # fmt: skip
+                            expected=did_you_mean(name, [*values, *self._setters()]))  # fmt: skip
+
+    def _setters(self) -> list[str]:
+        return [n for n in dir(type(self)) if not n.startswith("_") and callable(getattr(type(self), n))]
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name.startswith("_") and name not in self._values:
