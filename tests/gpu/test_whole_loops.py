@@ -133,11 +133,11 @@ def test_starters(build, rows: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("chunk", range(4))
+@pytest.mark.parametrize("chunk", range(2))
 def test_generated_programs(chunk: int) -> None:
     """Those of the fuzzer whose step is one kernel. Programs that magnify rounding are judged as far as they can be."""
     wrong, looked = [], 0
-    for i in range(chunk, 40, 4):
+    for i in range(chunk, 40, 2):
         try:
             step = make(drawn(Random(f"whole loops/{i}")))
             if step.num_micro_batches > 1 or step.precision != "float32":
@@ -146,6 +146,10 @@ def test_generated_programs(chunk: int) -> None:
             found = compare(planned, made, owned(made, 1 + i % 4, 32), step, 32, i % 3)
         except (NotSmall, TileworkError, TileworkWarning, KeyError):
             continue  # not one kernel; or refused, which tests/fuzz judges
+        except RuntimeError as e:  # fake tensors of a GPU go a long way without CUDA, not all of it
+            if torch.version.cuda is None and "not linked with support for cuda" in str(e):
+                continue
+            raise
         looked += 1
         if found > 1e-3:
             wrong.append(f"whole loops/{i}: {found:.1e}")
