@@ -1,4 +1,4 @@
-# make setup | demo | test | test-gpu-code | test-full | coverage | bench | bench-smoke | docs | lint | wheel | clean
+# make setup | demo | test | test-slow | test-gpu-code | test-full | coverage | bench | bench-smoke | docs | lint | wheel | clean
 # `make demo ARGS="--data-path DIR"` trains on the full MNIST files; `make demo ARGS=--download` fetches them first.
 # `make bench ARGS="--rows lenet-1 --rounds 5"` measures some rows; bench/README.md has the rest.
 
@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 FRONTENDS := $(patsubst %/pyproject.toml,./%,$(wildcard frontends/*/pyproject.toml))
 
-.PHONY: setup demo test test-gpu-code test-full coverage bench bench-smoke docs lint wheel clean
+.PHONY: setup demo test test-slow test-gpu-code test-full coverage bench bench-smoke docs lint wheel clean
 
 setup: $(VENV)/.ready
 
@@ -32,7 +32,11 @@ lint: setup
 	@$(BIN)/mypy
 
 test: lint
-	@$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(ARGS)
+
+# The other half of the time: whole programs, public models, generated programs, faults. CI runs both.
+test-slow: setup
+	@$(BIN)/python -m pytest -n 2 --dist worksteal -m slow $(ARGS)
 
 # What is generated for GPUs, run thread by thread on the host: needs Triton, and no GPU.
 $(VENV)/.gpu-ready: $(VENV)/.ready requirements-gpu.lock

@@ -17,6 +17,8 @@ from training import ROWS, STEPS, data, net
 
 import tilework
 
+pytestmark = pytest.mark.slow
+
 WAYS = [("device", "auto", 1), ("device", "ring", 10), ("host", "ring", 10)]
 
 

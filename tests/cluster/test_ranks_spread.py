@@ -12,6 +12,8 @@ from training import STEPS, compile_for, data
 
 import tilework
 
+pytestmark = pytest.mark.slow
+
 
 def cases(path: object, count: int) -> list[dict[str, object]]:
     return [{"path": str(path), "count": count, "reduce": r, "algorithm": a, "steps": 10} for r, a in WAYS]

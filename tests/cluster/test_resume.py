@@ -20,6 +20,8 @@ import tilework
 from tilework.runs.checkpoints import Checkpoints, name_of
 from tilework.runs.folder import RunFolder
 
+pytestmark = pytest.mark.slow
+
 BIN = Path(sys.executable).parent
 STEPS, EVERY = 400, 5
 DATA = """

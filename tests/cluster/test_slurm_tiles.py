@@ -16,6 +16,8 @@ from slurm_cluster import NODES, SlurmCluster, needs
 from tilework.jobs import prolog
 from tilework.tiles import client
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 TASK = """
 import os, sys, time

@@ -14,6 +14,8 @@ import cases_torch  # noqa: F401
 import cases_transformers  # noqa: F401
 from judge import CASES, all_cases, run
 
+pytestmark = pytest.mark.slow
+
 FULL = os.environ.get("TILEWORK_FULL") == "1"
 # On cpu, one for each cause for which models were refused before.
 SAMPLE = ["torch/ctc", "torch/fno-2d-complex-params", "torch/pinn-double-backward", "torch/vae-distributions",

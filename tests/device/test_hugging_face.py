@@ -16,6 +16,8 @@ import tilework
 from tilework.runs.folder import RunFolder
 from tilework.zoo.pretrained import examples
 
+pytestmark = pytest.mark.slow
+
 BIN = Path(sys.executable).parent
 ROWS, LENGTH = 2, 12
 LAYERS = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,

@@ -14,6 +14,8 @@ import tilework
 from parity import batches
 from tilework.runtime.devices import Call
 
+pytestmark = pytest.mark.slow
+
 
 class Counter(TorchDispatchMode):
     def __init__(self) -> None:

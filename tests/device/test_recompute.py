@@ -16,6 +16,8 @@ from tilework.compiler import memory
 from tilework.compiler.codegen_cpu import generate
 from tilework.plan.recompute import MARK
 
+pytestmark = pytest.mark.slow
+
 WIDTH, ROWS = 32, 256
 
 

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from trackers import Table, check_cases
 
+pytestmark = pytest.mark.slow
+
 GRADIENTS = Table()
 case = GRADIENTS.case
 

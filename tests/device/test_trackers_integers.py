@@ -9,6 +9,8 @@ from torch import Tensor
 
 from trackers import Table, check_cases
 
+pytestmark = pytest.mark.slow
+
 INTEGERS = Table()
 case = INTEGERS.case
 NAN = torch.nan

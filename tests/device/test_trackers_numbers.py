@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from trackers import Table, check_cases
 
+pytestmark = pytest.mark.slow
+
 NUMBERS = Table()
 case = NUMBERS.case
 INF, NAN = torch.inf, torch.nan

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from trackers import Table, check_cases
 
+pytestmark = pytest.mark.slow
+
 VIEWS = Table()
 WHOLE = torch.arange(-12, 12).reshape(4, 6)
 

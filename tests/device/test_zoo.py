@@ -19,6 +19,8 @@ from tilework.compiler.build import compile_step
 from tilework.plan.options import Options
 from tilework.zoo.common import MODELS
 
+pytestmark = pytest.mark.slow
+
 NUM_STEPS = 10
 
 

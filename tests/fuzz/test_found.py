@@ -16,6 +16,8 @@ import tilework
 from tilework.artifact.random import next_seed
 from tilework.capture.seeded import seeded
 
+pytestmark = pytest.mark.slow
+
 N, B, SEED = 8, 4, 5
 
 

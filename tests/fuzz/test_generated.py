@@ -21,6 +21,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from compare import Differs, check
 from programs import drawn, source
 
+pytestmark = pytest.mark.slow
+
 FULL = os.environ.get("TILEWORK_FULL") == "1"
 PROGRAMS, CHUNKS = (10_000, 100) if FULL else (40, 10)
 ON_CPU = int(os.environ.get("TILEWORK_FUZZ_CPU", PROGRAMS // 5))

@@ -9,6 +9,8 @@ import sys
 import pytest
 from daemons import python_for_all
 
+pytestmark = pytest.mark.slow
+
 PLACES = r"""
 set -e
 for place in /run /var/lib /var/log /tmp; do mount -t tmpfs -o mode=0755 tmpfs $place; done

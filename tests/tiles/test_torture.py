@@ -15,6 +15,8 @@ from daemons import kill_daemon, leases_when, python_for_all
 
 from tilework.tiles import client
 
+pytestmark = pytest.mark.slow
+
 FULL = os.environ.get("TILEWORK_FULL") == "1"
 OPERATIONS = 10_000 if FULL else 500
 WORKERS = 8

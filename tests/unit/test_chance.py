@@ -18,6 +18,8 @@ from tilework.artifact.random import next_seed
 from tilework.capture.reached import ALWAYS, all_of, any_of, holds
 from tilework.capture.seeded import seeded
 
+pytestmark = pytest.mark.slow
+
 SEED, STEPS, WIDTH = 3, 8, 6
 Optimizer = Callable[[Any], torch.optim.Optimizer]
 

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,15 +21,24 @@ def blocks(path: Path, pattern: str) -> list[str]:
     return re.findall(pattern, path.read_text(), re.S)
 
 
-COMMANDS = [(p, b) for p in PAGES for b in blocks(p, r"<!-- run -->\n```\w*\n(.*?)```")]
-PYTHON = [(p, b) for p in PAGES for b in blocks(p, r"```python\n(.*?)```")]
+def cases(pattern: str) -> list[Any]:
+    """(page, block) pairs; those of the first pages that a newcomer reads are in `make test`."""
+    first = ("README.md", "quickstart.md")
+    return [
+        pytest.param(p, b, marks=[] if p.name in first else [pytest.mark.slow], id=p.name)
+        for p in PAGES
+        for b in blocks(p, pattern)
+    ]
+
+
+COMMANDS, PYTHON = cases(r"<!-- run -->\n```\w*\n(.*?)```"), cases(r"```python\n(.*?)```")
 
 
 def test_there_is_something_to_run() -> None:
     assert len(COMMANDS) >= 3 and len(PYTHON) >= 3
 
 
-@pytest.mark.parametrize(("page", "block"), COMMANDS, ids=lambda v: v.name if isinstance(v, Path) else "")
+@pytest.mark.parametrize(("page", "block"), COMMANDS)
 def test_commands(page: Path, block: str, tmp_path: Path) -> None:
     """Each line as it stands, in an empty folder, with the project's own commands on the PATH."""
     (tmp_path / "run").mkdir(mode=0o700)
@@ -42,7 +52,7 @@ def test_commands(page: Path, block: str, tmp_path: Path) -> None:
         assert done.returncode == 0, f"{page.name}: {line}\n{done.stdout}\n{done.stderr}"
 
 
-@pytest.mark.parametrize(("page", "block"), PYTHON, ids=lambda v: v.name if isinstance(v, Path) else "")
+@pytest.mark.parametrize(("page", "block"), PYTHON)
 def test_python(page: Path, block: str, tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", block], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, f"{page.name}\n{block}\n{done.stderr}"

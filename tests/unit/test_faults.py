@@ -20,6 +20,8 @@ from tilework.artifact.reader import read_artifact
 from tilework.compiler import toolchain
 from tilework.compiler.cache import Cache, cache_folder
 
+pytestmark = pytest.mark.slow
+
 TESTS = Path(__file__).parents[1]
 
 

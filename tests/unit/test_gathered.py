@@ -14,6 +14,8 @@ from tilework.compiler.build import plan_step
 from tilework.plan import gathered
 from tilework.plan.pieces import Cut
 
+pytestmark = pytest.mark.slow
+
 CAT, STACK = "aten.cat.default", "aten.stack.default"
 
 

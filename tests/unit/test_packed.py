@@ -11,6 +11,8 @@ from torch import Tensor, nn
 import tilework
 from tilework.errors import TileworkError
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = [6, 3, 4]
 
 

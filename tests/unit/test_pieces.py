@@ -21,6 +21,8 @@ from tilework.plan.plan import Plan, plan
 from tilework.plan.sums import sums
 from tilework.plan.views import find_views
 
+pytestmark = pytest.mark.slow
+
 FUSED = tilework.Options(programs="fused")
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..step import Step
-from .common import chosen, generator
+from .common import chosen, examples, generator
 from .gpt import chain, decayed
 
 IGNORED = -100  # label of a word that was not masked
@@ -111,6 +111,7 @@ def build(size: str = "tiny", batch_size: int | None = None, lr: float = 1e-3, w
         inputs=synthetic(config, config.batch_size),
         clip_norm=1.0,
         precision=precision,
+        examples=examples(size),
     )
 
 

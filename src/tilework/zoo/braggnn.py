@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..step import Step
-from .common import chosen, generator
+from .common import chosen, examples, generator
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,7 @@ def build(
         inputs=(patches,),
         targets=(centers,),
         precision=precision,
+        examples=examples(size),
     )
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -34,6 +34,11 @@ def chosen(sizes: Mapping[str, C], size: str, changes: Mapping[str, Any]) -> C:
         raise UserError("zoo-field", f"this model has no setting {unknown!r}", expected=did_you_mean(unknown, known))
     given = {k: v for k, v in changes.items() if v is not None}
     return replace(config, **given)  # type: ignore[type-var]
+
+
+def examples(size: str) -> Literal["data", "shapes"]:
+    """Nobody runs a large model on all rows of a large batch to compile it."""
+    return "data" if size in ("tiny", "small") else "shapes"
 
 
 def generator(seed: int) -> torch.Generator:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..step import Step
-from .common import chosen, generator
+from .common import chosen, examples, generator
 
 PLANES, CLASSES = 3, 3  # background, cosmic ray, neutrino
 
@@ -106,6 +106,7 @@ def build(
         inputs=(images,),
         targets=(labels,),
         precision=precision,
+        examples=examples(size),
     )
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..step import Step
-from .common import chosen, generator
+from .common import chosen, examples, generator
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,7 @@ def build(
         targets=(coming,),
         clip_norm=5.0,
         precision=precision,
+        examples=examples(size),
     )
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..step import Step
-from .common import chosen, generator
+from .common import chosen, examples, generator
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,7 @@ def build(
         inputs=synthetic(config, config.batch_size),
         clip_norm=clip_norm,
         precision=precision,
+        examples=examples(size),
     )
 
 

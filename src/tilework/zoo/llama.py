@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..step import Step
-from .common import chosen
+from .common import chosen, examples
 from .gpt import decayed
 from .gpt import synthetic as synthetic  # sequences in which each token has two successors
 
@@ -129,4 +129,5 @@ def build(size: str = "tiny", batch_size: int | None = None, lr: float = 3e-4, w
         inputs=synthetic(config, config.batch_size),
         clip_norm=1.0,
         precision=precision,
+        examples=examples(size),
     )

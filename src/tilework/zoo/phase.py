@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..step import Step
-from .common import chosen, generator
+from .common import chosen, examples, generator
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,7 @@ def build(
         inputs=(pattern,),
         targets=(target,),
         precision=precision,
+        examples=examples(size),
     )
 
 

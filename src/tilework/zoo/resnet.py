@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..step import Step
-from .common import chosen, generator
+from .common import chosen, examples, generator
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,7 @@ def build(
         inputs=(images,),
         targets=(labels,),
         precision=precision,
+        examples=examples(size),
     )
 
 

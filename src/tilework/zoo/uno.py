@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..step import Step
-from .common import chosen, generator
+from .common import chosen, examples, generator
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,7 @@ def build(
         inputs=tuple(features),
         targets=(growth,),
         precision=precision,
+        examples=examples(size),
     )
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..step import Step
-from .common import chosen
+from .common import chosen, examples
 from .resnet import synthetic as synthetic  # stripes, the class is their direction and width
 
 
@@ -89,4 +89,5 @@ def build(size: str = "tiny", batch_size: int | None = None, lr: float = 1e-3, w
         targets=(labels,),
         clip_norm=1.0,
         precision=precision,
+        examples=examples(size),
     )

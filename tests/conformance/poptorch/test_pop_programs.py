@@ -14,6 +14,8 @@ from pop_helpers import options, twin
 
 import poptorch
 
+pytestmark = pytest.mark.slow
+
 APPS = Path(__file__).parents[3] / "apps" / "graphcore"
 
 

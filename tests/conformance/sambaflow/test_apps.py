@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 UNET = ROOT / "apps" / "image" / "unet"
 GPT = ROOT / "apps" / "nlp" / "transformers_on_rdu"

@@ -17,6 +17,8 @@ import tilework
 from sambaflow import samba
 from sambaflow.samba.utils.argparser import parse_app_args, parse_yaml_to_args
 
+pytestmark = pytest.mark.slow
+
 
 class Reduced(nn.Module):
     def __init__(self, reduction: str) -> None:

@@ -11,6 +11,8 @@ from torch import nn
 
 from sambaflow import samba
 
+pytestmark = pytest.mark.slow
+
 
 class Tagger(nn.Module):
     """An LSTM over embeddings."""
