@@ -65,6 +65,7 @@ def step_of(row: str, contender: str) -> Callable[[], float]:
         import poptorch
 
         options = poptorch.Options().showCompilationProgressBar(False)
+        options._Popart.set("autoRecomputation", 0)  # the others keep everything, too
         group = make(model).param_groups[0]
         optimizer = (
             poptorch.optim.SGD(model.parameters(), lr=group["lr"], momentum=group["momentum"], use_combined_accum=False)

@@ -43,6 +43,8 @@ _NORMALISED = (
 _GRADIENT_NOISE = 1e-6  # rounding noise in a gradient, relative to its largest element
 _LATER = 50.0  # how much more the second step may be off: it begins where the first one ended
 _NOISE_FACTOR, _MOST_NOISE = 30.0, 1e-2  # how much more than eager PyTorch's own noise is excused, and how much noise at most
+# Deep nets with normalization over few numbers (ResNet-50, batch 4) turn the last bit into per cents: there, no more than this.
+_ROUGH_FACTOR, _ROUGHEST = 3.0, 0.1
 _SHAKEN = (
     2.0,
     8.0,
@@ -51,6 +53,7 @@ _SHAKEN = (
     32.0,
     32.0,
 )  # units in the last place; the later ones only where the earlier do not explain everything
+ROUGH = "compared roughly"  # how the note of such a row begins
 _ROUNDING = 1e-6  # of the largest tensor of a kind: all that there is of a tensor in which everything cancels
 # Which program a kind of tensor comes from. The second step blames the same ones.
 _OF_OPT = {"gradient norm": "opt", "parameter": "opt", "state": "opt"}
@@ -171,16 +174,20 @@ def _rows(artifact: Artifact, signature: Signature, found: Results, expected: Re
 def _decided(rows: list[Row], moved: list[dict[tuple[str, str, str], float]]) -> list[Row]:
     """Rows that failed, judged by how far eager PyTorch itself moves when its weights and inputs move by their last bits: right
     if that explains the difference, and is still rounding. Moving them further shows where the model jumps (a ReLU's input that
-    is nearly 0, the larger of two that are nearly the same): a jump does not grow with the move. All else counts by its size."""
+    is nearly 0, the larger of two that are nearly the same): a jump does not grow with the move. All else counts by its size.
+    Where eager PyTorch itself moves by per cents, as much is excused, and the note says so."""
     judged = []
     for row in rows:
         errors = [m.get((row.program, row.kind, row.name), 0.0) for m in moved]
         noise = max(error * _SHAKEN[0] / units for error, units in zip(errors, _SHAKEN, strict=False))
         # Of a second step, which begins with the first one's rounding, no more is asked: the first was judged strictly.
         small = min(errors) <= _MOST_NOISE or row.share <= _ROUNDING or row.kind.startswith("second ")
-        excused = not row.ok and small and row.error <= _NOISE_FACTOR * noise
+        excused = small and row.error <= _NOISE_FACTOR * noise
+        rough = min(errors) <= _ROUGHEST and row.error <= _ROUGH_FACTOR * noise
         note = f"rounding: eager PyTorch moves by {noise:.1e} when its last bits change"
-        judged.append(replace(row, ok=True, note=note) if excused else row)
+        if not row.ok and (excused or rough):
+            row = replace(row, ok=True, note=note if excused else f"{ROUGH}; {note}")
+        judged.append(row)
     return judged
 
 

@@ -20,7 +20,7 @@ from ..compiler.settle import Verdict
 from ..errors import TileworkError, UserError
 from ..plan.options import Options
 from ..step import Step
-from .check import beside_module, random_inputs, repeated
+from .check import ROUGH, beside_module, random_inputs, repeated
 from .sides import run_module
 
 
@@ -89,6 +89,9 @@ def _judge(trial: Artifact, steps: Sequence[Step]) -> Verdict:
             break
         else:
             return Verdict({}, why, compared=False)
+    rough = sum(row.note.startswith(ROUGH) for report in reports for row in report.rows)
+    if rough:
+        note += f"; {rough} tensors only roughly, since rounding moves them by per cents in eager PyTorch too"
     return Verdict({program: str(row) for report in reports for program, row in report.wrong().items()}, note)
 
 

@@ -59,11 +59,19 @@ struct Pairs {
   }
 };
 
+// Calls f<N>(x) so that blocks of N windows cover a row. The last block may overlap the one before it: both write the same there.
+template <int N, class F>
+static inline void blocks_of(int64_t count, F f) {
+  for (int64_t x = 0; x + N <= count; x += N) f.template operator()<N>(x);
+  if (count % N) f.template operator()<N>(count - N);
+}
+
 static inline void pool_row(const float* a, const float* b, int64_t ow, float* to) {
-  int64_t x = 0;
-  for (; x + kLanes <= ow; x += kLanes) Pairs<kLanes>::pool(a + 2 * x, b + 2 * x, to + x);
-  for (; x + 4 <= ow; x += 4) Pairs<4>::pool(a + 2 * x, b + 2 * x, to + x);
-  for (; x < ow; ++x) {
+  const auto block = [=]<int N>(int64_t x) { Pairs<N>::pool(a + 2 * x, b + 2 * x, to + x); };
+  if (ow >= kLanes) return blocks_of<kLanes>(ow, block);
+  if (ow >= 8) return blocks_of<8>(ow, block);
+  if (ow >= 4) return blocks_of<4>(ow, block);
+  for (int64_t x = 0; x < ow; ++x) {
     float best = a[2 * x];
     for (const float next : {a[2 * x + 1], b[2 * x], b[2 * x + 1]}) best = (next > best) | (next != next) ? next : best;
     to[x] = best;
@@ -71,10 +79,11 @@ static inline void pool_row(const float* a, const float* b, int64_t ow, float* t
 }
 
 static inline void pool_row_grad(const float* a, const float* b, const float* top, const float* g, int64_t ow, float* oa, float* ob) {
-  int64_t x = 0;
-  for (; x + kLanes <= ow; x += kLanes) Pairs<kLanes>::grad(a + 2 * x, b + 2 * x, top + x, g + x, oa + 2 * x, ob + 2 * x);
-  for (; x + 4 <= ow; x += 4) Pairs<4>::grad(a + 2 * x, b + 2 * x, top + x, g + x, oa + 2 * x, ob + 2 * x);
-  for (; x < ow; ++x) {
+  const auto block = [=]<int N>(int64_t x) { Pairs<N>::grad(a + 2 * x, b + 2 * x, top + x, g + x, oa + 2 * x, ob + 2 * x); };
+  if (ow >= kLanes) return blocks_of<kLanes>(ow, block);
+  if (ow >= 8) return blocks_of<8>(ow, block);
+  if (ow >= 4) return blocks_of<4>(ow, block);
+  for (int64_t x = 0; x < ow; ++x) {
     const bool m0 = a[2 * x] == top[x], m1 = !m0 & (a[2 * x + 1] == top[x]), m2 = !m0 & !m1 & (b[2 * x] == top[x]);
     oa[2 * x] = m0 ? g[x] : 0;
     oa[2 * x + 1] = m1 ? g[x] : 0;
