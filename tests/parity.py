@@ -19,7 +19,7 @@ from tilework.reach import hidden_parameters
 
 FIRST_STEP = 1e-5  # relative: loss, gradients and updated parameters after one step in float32
 LATER_LOSSES = 1e-3  # relative: the losses of 20 steps
-NOISE = 1e-2  # part of the floor below (1e-3 of the largest gradient) under which a gradient is rounding noise
+NOISE = 1.0  # times the floor below (1e-3 of the largest gradient): under it, rounding decides on the direction of an update
 SEED = 5
 
 

@@ -179,6 +179,28 @@ def test_half_activations_beside_float_weights() -> None:
     torch.testing.assert_close(out.float(), conv(image), rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d, lambda c: nn.InstanceNorm2d(c, affine=True, track_running_stats=True)])
+def test_half_activations_update_float_statistics(norm) -> None:
+    class Normalized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm, self.fc = nn.Conv2d(1, 2, 3), norm(2), nn.Linear(2, 3)
+
+        def forward(self, x, y):
+            out = self.fc(self.norm(self.conv(x)).relu().mean((2, 3)))
+            return out, nn.functional.cross_entropy(out.float(), y)
+
+    model = Normalized()
+    plain = twin(model)
+    x, y = torch.randn(8, 1, 5, 5), torch.randint(0, 3, (8,))
+    executor = poptorch.trainingModel(model, options(), poptorch.optim.SGD(model.parameters(), lr=0.1))
+    executor(x.half(), y)
+    plain(x, y)
+    assert model.norm.running_mean.dtype == torch.float32 and plain.norm.running_mean.abs().max() > 1e-3
+    torch.testing.assert_close(torch.Tensor(model.norm.running_mean), plain.norm.running_mean, rtol=1e-2, atol=1e-3)
+    torch.testing.assert_close(torch.Tensor(model.norm.running_var), plain.norm.running_var, rtol=1e-2, atol=1e-3)
+
+
 def test_a_half_model() -> None:
     fc = nn.Linear(4, 3).half()
     out = poptorch.inferenceModel(fc, options())(torch.randn(2, 4).half())

@@ -25,8 +25,10 @@ LOSSES: frozenset[Any] = frozenset(getattr(F, name) for name in _NAMES)
 _MIXED: frozenset[Any] = frozenset({
     F.linear, F.bilinear, F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d, torch.matmul,
     torch.mm, torch.bmm, torch.addmm, torch.baddbmm, torch.einsum, Tensor.matmul, Tensor.mm, Tensor.bmm, Tensor.__matmul__,
-    F.layer_norm, F.group_norm, F.batch_norm, F.instance_norm, F.scaled_dot_product_attention,
+    F.layer_norm, F.group_norm, F.scaled_dot_product_attention,
 })  # fmt: skip
+# They also write their running statistics, in the type that these have.
+_WITH_STATISTICS: frozenset[Any] = frozenset({F.batch_norm, F.instance_norm})
 
 _current = threading.local()
 
@@ -42,6 +44,8 @@ class Watching(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in _WITH_STATISTICS:
+            return _normalized(func, *args, **kwargs)
         if func in _MIXED:
             args, kwargs = _halved(args, kwargs)
         result = func(*args, **kwargs)
@@ -63,6 +67,14 @@ class Watching(TorchFunctionMode):
 def watching() -> Watching | None:
     """Not None while a wrapped model's forward is looked at or traced."""
     return getattr(_current, "watching", None)
+
+
+def _normalized(func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Of 16 bits with weights or statistics of 32: computed in 32."""
+    others = {a.dtype for a in (*args, *kwargs.values()) if isinstance(a, Tensor)}
+    if input.dtype == torch.float16 and torch.float32 in others:
+        return func(input.float(), *args, **kwargs).half()
+    return func(input, *args, **kwargs)
 
 
 def _halved(args: Any, kwargs: Any) -> tuple[Any, Any]:
