@@ -287,7 +287,7 @@ def test_a_loss_that_is_not_a_number_ends_the_run(path: Path, tmp_path: Path) ->
     with pytest.raises(UserError, match=r"the loss of step \d+ \(epoch \d\) is nan") as e:
         train(path, tmp_path / "r", 40, records(bad=3), resume=True)
     assert e.value.id == "loss-nan" and "the checkpoint of step 10 is good" in e.value.fix
-    assert "x is not finite in record 3 (row 3 of array 0)" in e.value.found
+    assert "x is not finite in record 3 (row 3 of array 0, array 1)" in e.value.found
     assert Checkpoints(tmp_path / "r" / "checkpoints").steps() == [10]
     assert RunFolder(tmp_path / "r").read()["state"].startswith("failed: UserError: [loss-nan]")
 
@@ -311,7 +311,7 @@ def test_a_label_out_of_range(path: Path, tmp_path: Path) -> None:
     train(path, tmp_path / "r", 10)
     with pytest.raises(UserError, match=r"out of range, in (one of the steps \d+ to|step) \d+ .epoch [12].") as e:
         train(path, tmp_path / "r", 40, records(label=3), resume=True)
-    assert e.value.found.endswith("0 to 3 (0 to 2 are there); record 7 (row 7 of array 0)")
+    assert e.value.found.endswith("0 to 3 (0 to 2 are there); target of record 7 (row 7 of array 0, array 1)")
     assert re.match("the checkpoint of step (10|20) is good", e.value.fix)
     again, _ = train(path, tmp_path / "r", 40, resume=True)
     whole, _ = train(path, tmp_path / "whole", 40)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tilework.data import Arrays, BadRecord, Each, Feed, Position, formats, kept
-from tilework.data.named import source_of
+from tilework.data.named import fitted, source_of
 from tilework.errors import MachineError, UserError
 
 NUMBERS = torch.arange(40)
@@ -191,6 +191,14 @@ def test_pictures_with_masks(tmp_path: Path) -> None:
     (tmp_path / "p1" / "1.tif").write_bytes(b"no picture")
     with pytest.raises(BadRecord, match=r"record 1 .*p1/1.tif"):
         found.rows(np.array([1]))
+    (tmp_path / "p2" / "2_mask.tif").rename(tmp_path / "p2" / "2_mask.png")  # another ending is as good
+    assert formats.pictures(str(tmp_path), 8).rows(np.array([2]))[1].shape == (1, 1, 8, 8)
+    Image.new("RGB", (16, 16)).save(tmp_path / "p2" / "3.tif")
+    Image.new("L", (16, 16)).save(tmp_path / "p2" / "4_mask.tif")
+    found = formats.pictures(str(tmp_path), 8)
+    for number, words in ((3, r"p2/3.tif.*it has no mask"), (4, r"p2/4_mask.tif.*the mask has no picture")):
+        with pytest.raises(BadRecord, match=words):
+            found.rows(np.array([number]))
     with pytest.raises(UserError, match="no pictures with masks"):
         formats.pictures(str(Path(__file__).parent), 8)
 
@@ -210,6 +218,24 @@ def test_hdf5(tmp_path: Path, workers: int) -> None:
         formats.Hdf5(str(tmp_path / "d.h5"), ["x", "short"])
     with pytest.raises(UserError, match="not an HDF5 file with these data sets"):
         formats.Hdf5(str(tmp_path / "d.h5"), ["z"])
+
+
+def test_labels_are_not_cut_to_whole_numbers(tmp_path: Path) -> None:
+    """A column of labels that is none is a bad record, not label 2."""
+    (tmp_path / "d.csv").write_text("a,b,label\n1,2,0\n3,4,2.7\n5,6,1\n")
+    found = source_of(f"csv:{tmp_path / 'd.csv'}:label", [("x", torch.float32, (2,)), ("y", torch.int64, ())])
+    assert found.rows(np.array([0, 2]))[1].tolist() == [0, 1]
+    with pytest.raises(BadRecord, match=r"record 1 \(.*y has 2.7\d*, which is no int64"):
+        found.rows(np.array([0, 1]))
+    many = fitted(Arrays((torch.tensor([1, 300, 2]),)), [("y", torch.int8, ())], "numbers")
+    with pytest.raises(BadRecord, match="y has 300, which is no int8"):
+        many.rows(np.arange(3))
+
+
+def test_fewer_than_no_workers() -> None:
+    with pytest.raises(UserError, match="processes that read") as e:
+        Feed(source(), 4, seed=3, num_workers=-1)
+    assert e.value.expected == "0 or more"
 
 
 def test_the_command_line_knows_all_forms() -> None:

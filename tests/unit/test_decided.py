@@ -22,5 +22,12 @@ KEY = ("step", "gradient", "w")
 )
 def test_decided(error: float, moves: list[float], right: bool) -> None:
     row = Row("gradient", "w", error, 1e-5, False, program="step", share=1.0)
-    (judged,) = _decided([row], [{KEY: m} for m in moves])
+    (judged,) = _decided([row], [{KEY: m} for m in moves], low=False)
+    assert judged.ok is right
+
+
+@pytest.mark.parametrize(("error", "noise", "right"), [(0.05, 0.06, True), (0.05, 0.04, False), (0.3, 0.5, False)])
+def test_of_16_bits_no_more_than_eager_moves_itself(error: float, noise: float, right: bool) -> None:
+    row = Row("gradient", "w", error, 0.02, False, program="step", share=1.0)
+    (judged,) = _decided([row], [{KEY: noise * units / _SHAKEN[0]} for units in _SHAKEN], low=True)
     assert judged.ok is right

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import sys
@@ -119,7 +120,8 @@ def feed_of(
         raise UserError("data-shape", "this artifact's batches do not lie along the first dimension",
                         found=f"batch_dim {signature.batch_dim}", expected="batch_dim 0")  # fmt: skip
     wanted = [(a.name, DTYPES[a.type.dtype], tuple(a.type.shape[1:])) for a in signature.inputs]
-    if ":" in data and data.partition(":")[0] not in FORMS:
+    place = data.partition(":")[0]
+    if ":" in data and place not in FORMS and (not place.isidentifier() or importlib.util.find_spec(place) is not None):
         if cache is not None:
             raise UserError("data-cache", f"--data-cache: nobody knows which files {data} reads", expected="data with a form",
                             fix="let the function keep what it has read itself; or --data-in-memory")  # fmt: skip

@@ -57,6 +57,8 @@ class Feed:
     ) -> None:
         if bad_records not in ("stop", "skip"):
             raise UserError("data-option", "bad records", found=repr(bad_records), expected="stop or skip")
+        if num_workers < 0:
+            raise UserError("data-option", "processes that read", found=str(num_workers), expected="0 or more")
         self.source, self.batch_size, self.shuffle, self.seed = source, batch_size, shuffle, seed
         self.rank, self.ranks, self.num_workers, self.report = rank, ranks, num_workers, report
         self._reader = _Reader(source, batch_size, seed, transform, bad_records)

@@ -107,8 +107,10 @@ def pictures(folder: str, size: int) -> Each:
         from PIL import Image
     except ImportError as e:
         raise extra("Pillow", "a folder of pictures") from e
-    masks = sorted(p for p in existing(folder).rglob("*_mask.*") if p.suffix.lower() in _PICTURES)
-    images = [p.with_name(p.name.replace("_mask.", ".")) for p in masks]
+    found = sorted(p for p in existing(folder).rglob("*") if p.suffix.lower() in _PICTURES)
+    masks = {p.with_name(p.stem.removesuffix("_mask")): p for p in found if p.stem.endswith("_mask")}
+    images = {p.with_name(p.stem): p for p in found if not p.stem.endswith("_mask")}
+    names = sorted(masks.keys() | images.keys())  # of both, without their endings
     if not masks:
         raise UserError("data-missing", f"{folder}: there are no pictures with masks",
                         expected="NAME.tif and NAME_mask.tif, in folders of any depth")  # fmt: skip
@@ -119,11 +121,14 @@ def pictures(folder: str, size: int) -> Each:
             return np.asarray(picture.convert(mode).resize((size, size), smooth))
 
     def read(number: int) -> Record:
-        picture = torch.from_numpy(one(images[number], "RGB").copy()).permute(2, 0, 1).float() / 255
-        mask = torch.from_numpy(one(masks[number], "L").copy()).unsqueeze(0)
+        name = names[number]
+        if name not in masks or name not in images:
+            raise ValueError("it has no mask, NAME_mask" if name in images else "the mask has no picture")
+        picture = torch.from_numpy(one(images[name], "RGB").copy()).permute(2, 0, 1).float() / 255
+        mask = torch.from_numpy(one(masks[name], "L").copy()).unsqueeze(0)
         return picture.contiguous(), (mask > 127).float()
 
-    return Each(len(masks), read, lambda n: str(images[n]))
+    return Each(len(names), read, lambda n: str(images.get(names[n]) or masks[names[n]]))
 
 
 class Hdf5:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..errors import UserError, did_you_mean
 from . import formats, kept
 from .kept import Report
-from .source import Arrays, Record, Source
+from .source import Arrays, BadRecord, Record, Source
 
 Wanted = Sequence[tuple[str, torch.dtype, tuple[int, ...]]]  # of each input and target: name, type, shape without the batch
 FORMS = {
@@ -85,19 +85,27 @@ class Fitted:
             raise UserError("data-shape", f"{self.what}: the records are not what this step takes",
                             found=", ".join(str(list(s)) for s in shapes),
                             expected=", ".join(f"{n} {list(s)}" for n, _, s in self.wanted))  # fmt: skip
-        return tuple(_as(t, w[1]).reshape(len(numbers), *w[2]) for t, w in zip(found, self.wanted, strict=True))
+        return tuple(self._as(t, numbers, *w) for t, w in zip(found, self.wanted, strict=True))
+
+    def _as(self, tensor: Tensor, numbers: np.ndarray, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        """Of the type that the step takes. What is no whole number is not cut to one."""
+        if tensor.dtype == torch.uint8 and dtype.is_floating_point:
+            return (tensor.to(dtype) / 255).reshape(len(numbers), *shape)
+        made = tensor.to(dtype)
+        if tensor.dtype != dtype and not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool):
+            changed = torch.nonzero(made.to(tensor.dtype) != tensor)
+            if len(changed):
+                at = changed[0].tolist()
+                kind = str(dtype).removeprefix("torch.")
+                number = int(numbers[at[0]])
+                raise BadRecord(number, self.place(number), f"{name} has {tensor[tuple(at)].item()}, which is no {kind}")
+        return made.reshape(len(numbers), *shape)
 
 
 def _fits(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
     """The same but for dimensions of 1, or the same numbers in one row."""
     own, theirs = [n for n in shape if n != 1], [n for n in wanted if n != 1]
     return own == theirs or (math.prod(own) == math.prod(theirs) and min(len(own), len(theirs)) == 1)
-
-
-def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    if tensor.dtype == torch.uint8 and dtype.is_floating_point:
-        return tensor.to(dtype) / 255
-    return tensor.to(dtype)
 
 
 def _same(parts: list[str]) -> bool:

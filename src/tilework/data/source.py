@@ -56,7 +56,7 @@ class Arrays:
         return tuple(_picked(a, numbers) if isinstance(a, Tensor) else as_tensor(a[numbers]) for a in self.arrays)
 
     def place(self, number: int) -> str:
-        return f"row {number} of {self.names[0]}"
+        return f"row {number} of {', '.join(self.names)}"
 
 
 def _picked(tensor: Tensor, numbers: np.ndarray) -> Tensor:

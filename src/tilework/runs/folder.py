@@ -43,12 +43,14 @@ class RunFolder:
         """Make the folder. UserError where it has a run already that is not to be continued."""
         if self.path.exists() and not self.path.is_dir():
             raise UserError("run-folder", f"{self.path} is not a folder", fix="name a folder for the run")
-        if not resume and (self.path / NOTE).exists():
+        if not resume and (any(self.metrics()) or (self.checkpoints.is_dir() and any(self.checkpoints.iterdir()))):
             raise UserError("run-folder", f"{self.path} has a run already",
                             fix="--resume continues it; or name another folder")  # fmt: skip
         with _writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock()
+            if not resume:  # what may be left of one that made no step
+                (self.path / NOTE).unlink(missing_ok=True)
             self.note(**asked, environment=environment(), started=_now(), state="running", pid=os.getpid())
 
     def _lock(self) -> None:

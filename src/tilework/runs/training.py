@@ -268,12 +268,16 @@ class Training:
                  if not t.is_floating_point() and not t.is_complex() and t.dtype != torch.bool and t.numel()]  # fmt: skip
         found = "; ".join(f"{name}: {int(t.min())} to {int(t.max())}" for name, t in whole) or error.found
         limit = re.search(r"0 <= \w+ < (\d+)", error.found)
-        if limit and len(whole) == 1:
-            rows = whole[0][1].reshape(chunk.num_steps * self.feed.batch_size, -1)
-            bad = torch.nonzero(((rows < 0) | (rows >= int(limit[1]))).any(1)).flatten().tolist()
+        blamed: dict[int, list[str]] = {}  # records, and what is out of range in them
+        for name, t in whole if limit else []:
+            rows = t.reshape(chunk.num_steps * self.feed.batch_size, -1)
+            bad = torch.nonzero(((rows < 0) | (rows >= int(limit[1]))).any(1)).flatten().tolist()  # type: ignore[index]
             if bad:
                 number = int(self.feed.records(position, chunk.num_steps).flatten()[bad[0]])
-                found += f" (0 to {int(limit[1]) - 1} are there); record {number} ({self.feed.source.place(number)})"
+                blamed.setdefault(number, []).append(name)
+        if limit and blamed:
+            places = [f"{', '.join(names)} of record {n} ({self.feed.source.place(n)})" for n, names in blamed.items()]
+            found += f" (0 to {int(limit[1]) - 1} are there); {'; '.join(places)}"
         return UserError(error.id, f"{error.summary}, in {steps} (epoch {position.epoch + 1})", found=found,
                          fix=f"{self._newest()}correct the class labels or token numbers")  # fmt: skip
 

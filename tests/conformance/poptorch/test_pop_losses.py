@@ -75,6 +75,30 @@ def test_a_loss_is_found(name: str, returns: bool) -> None:
     same(model, other)
 
 
+def with_decay(out, y):
+    return F.mse_loss(out, y) + 0.1 * out.square().mean()
+
+
+@pytest.mark.parametrize("loss", [lambda o, y: 10 * F.mse_loss(o, y), with_decay], ids=["scaled", "with decay"])
+def test_a_loss_that_is_changed_afterwards(loss) -> None:
+    """What is trained is the loss as its function gave it: a change must be marked, or be for the eye alone."""
+    model = Net(loss)
+    executor = poptorch.trainingModel(model, options(), torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(poptorch.Error, match="that change would not be trained"):
+        executor(X, TARGET)
+    marked = Net(lambda o, y: poptorch.identity_loss(loss(o, y), "none"))
+    expected = update(marked, TARGET, loss)
+    poptorch.trainingModel(marked, options(), torch.optim.SGD(marked.parameters(), lr=0.1))(X, TARGET)
+    same(marked, expected)
+
+
+def test_what_is_made_of_a_loss_may_be_returned_beside_it() -> None:
+    model = Net(lambda o, y: (value := F.mse_loss(o, y), 10 * value))
+    expected = update(model, TARGET, F.mse_loss)
+    poptorch.trainingModel(model, options(), torch.optim.SGD(model.parameters(), lr=0.1))(X, TARGET)
+    same(model, expected)
+
+
 def test_no_loss() -> None:
     model = Net(lambda o, y: (o - y).square().mean())
     with pytest.raises(poptorch.Error, match="Couldn't find a loss in graph!"):

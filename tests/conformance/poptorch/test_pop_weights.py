@@ -428,9 +428,12 @@ class Judged(Judging):
         return poptorch.identity_loss(self.judge(self.maker(noise)).square(), "mean")
 
 
-def test_two_models_that_train_parts_of_each_other() -> None:
-    """As a generator and a discriminator: each executor's optimizer has its own part, and both read both."""
-    parts = nn.Linear(4, 6), nn.Linear(6, 1)
+@pytest.mark.parametrize("norm", [nn.Identity, nn.BatchNorm1d])
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_two_models_that_train_parts_of_each_other(by_hand: bool, norm) -> None:
+    """As a generator and a discriminator: each executor's optimizer has its own part, and both read both. Running statistics are
+    changed by both."""
+    parts = nn.Sequential(nn.Linear(4, 6), norm(6)), nn.Sequential(nn.Linear(6, 5), norm(5), nn.Linear(5, 1))
     twins = twin(parts[0]), twin(parts[1])
     sides = []
     for kind, trained_part in ((Judging, 1), (Judged, 0)):
@@ -441,7 +444,7 @@ def test_two_models_that_train_parts_of_each_other() -> None:
         g = torch.Generator().manual_seed(i)
         real, noise = torch.randn(8, 6, generator=g), torch.randn(8, 4, generator=g)
         for executor, plain, optimizer in sides:
-            if executor.isAttachedToDevice():
+            if by_hand and executor.isAttachedToDevice():
                 executor.copyWeightsToDevice()
             loss = executor(real, noise)
             optimizer.zero_grad()

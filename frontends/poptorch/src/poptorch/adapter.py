@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .errors import Error
-from .losses import Watching, final_loss
+from .losses import Watching, final_loss, require_unchanged
 
 _COERCED = {torch.float64: torch.float32, torch.bfloat16: torch.float32}
 NAMES = {torch.int64: "Long", torch.int32: "Int", torch.float64: "Double", torch.float32: "Float", torch.bfloat16: "BFloat16"}
@@ -104,6 +104,7 @@ def look(model: nn.Module, call: Call, tensors: Sequence[Tensor], *, training: b
     found.changed = [i for i, (t, before) in enumerate(zip(inputs, versions, strict=True)) if t._version != before]
     if training:
         found.loss = final_loss(watching.losses)
+        require_unchanged(watching.losses[found.loss], [t for t in leaves if isinstance(t, Tensor)])
     elif not any(found.is_tensor):
         raise Error("poptorch-outputs", "the model returns no tensor", found=type(result).__name__)
     return found

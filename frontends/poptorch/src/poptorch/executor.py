@@ -27,7 +27,7 @@ from .optim import Optimizer
 from .options import Options
 from .returned import returned
 from .strategies import num_devices
-from .weights import Shared, owners, require_unwrapped, shared
+from .weights import Shared, alone, owners, require_unwrapped, shared
 
 
 def version() -> str:
@@ -115,9 +115,10 @@ class PoplarExecutor:
     def _plain(self, *, pull: bool = True) -> Iterator[None]:
         """The model with its weights up to date, as it was before anybody wrapped it."""
         with contextlib.ExitStack() as stack:
-            for owner in self._owners():
-                if pull:
-                    owner.pull()
+            known = self._owners()
+            for owner in known if pull else ():
+                owner.pull()
+            for owner in known:
                 stack.enter_context(owner.plain())
             yield
 
@@ -148,6 +149,8 @@ class PoplarExecutor:
                         found="a model with buffers, replicationFactor above 1",
                         fix="where the buffers of replicas may differ: options.broadcastBuffers(False)")  # fmt: skip
         with self._plain():
+            for long_name, *_ in options.anchored_tensors.values():
+                self._anchored(long_name)
             seen = look(model, call, micro, training=self._training)
             self._check_blocks(seen)
             traced = Traced(model, call, seen, training=self._training)
@@ -308,8 +311,8 @@ class PoplarExecutor:
     def copyWeightsToHost(self) -> None:
         """The device's weights into the module's own tensors."""
         device = self._attached()
+        foreign = self._shared.foreign(buffers=not self._shared.is_stale)
         self._shared.is_fresh()
-        foreign = self._shared.foreign()
         with self._plain(pull=False):
             device.download(self._traced, foreign)  # type: ignore[arg-type]
 
@@ -462,22 +465,29 @@ class PoplarExecutor:
     def _trained(self, inputs: Sequence[Tensor], given: Sequence[Tensor] = ()) -> Any:
         device, seen, batches = self._device, self._look, self._batches
         assert device is not None and seen is not None
+        if not alone():
+            self._catch_up()
         raw = device.train(inputs, self._asked)
         self._shared.trained()
+        if not alone():
+            self._uploaded = self._version()
         outputs = [batches.output([r[i] for r in raw], self._asked) for i in range(1, 1 + sum(seen.is_tensor))]
         for position, i in enumerate(seen.changed, 1 + sum(seen.is_tensor)):
             shares = [r[position] if batches.count > 1 else r[position].unsqueeze(0) for r in raw]
             _write_back(given[i], batches.together(shares))
         return self._result(outputs)
 
+    def _catch_up(self) -> None:
+        """Weights that another executor has trained go to this one's device."""
+        if self._uploaded != self._version():
+            with self._plain():
+                self._attached().upload(self._traced)  # type: ignore[arg-type]
+            self._uploaded = self._version()
+
     def _inferred(self, inputs: Sequence[Tensor], given: Sequence[Tensor]) -> Any:
         device, seen, batches = self._device, self._look, self._batches
         assert device is not None and seen is not None
-        version = self._version()
-        if self._uploaded != version:
-            with self._plain():
-                device.upload(self._traced)  # type: ignore[arg-type]
-            self._uploaded = version
+        self._catch_up()
         raw = device.infer(inputs)
         of_replica = [[t[r :: batches.replicas] for r in range(batches.replicas)] for t in raw]
         count = sum(seen.is_tensor)
@@ -496,8 +506,8 @@ class PoplarExecutor:
 
     def getTensorNames(self) -> list[str]:
         """Names that anchorTensor takes."""
-        self._attached()
-        return ["loss", *(f"Gradient___{n}" for n, p in self._user_model.named_parameters() if p.requires_grad)]
+        names = [n for n, p in self._user_model.named_parameters() if p.requires_grad]
+        return [f"{kind}___{n}" for kind in ("Gradient", "UpdatedVar") for n in names]
 
     def getAnchoredTensor(self, short_name: str) -> Tensor:
         anchored = self._options.anchored_tensors
@@ -505,12 +515,18 @@ class PoplarExecutor:
             raise Error(
                 "poptorch-anchor", f"no anchored tensor {short_name!r}", expected=", ".join(anchored) or "anchorTensor(...)"
             )
-        long_name = anchored[short_name][0]
-        gradients = self._attached().session.gradients()
-        name = "model." + long_name.removeprefix("Gradient___")
-        if not long_name.startswith("Gradient___") or name not in gradients:
-            raise Error("poptorch-anchor", f"{long_name!r} cannot be read", expected=", ".join(self.getTensorNames()[1:]))
-        return gradients[name]
+        kind, name = self._anchored(anchored[short_name][0])
+        session = self._attached().session
+        return session.gradients()[name] if kind == "Gradient" else session.state_dict()[name]
+
+    def _anchored(self, long_name: str) -> tuple[str, str]:
+        """What is read, and the name that it has in the session."""
+        known = self.getTensorNames()
+        kind, _, name = long_name.rpartition("___")
+        found = [n for n in (name, name.removeprefix("model.")) if f"{kind or 'UpdatedVar'}___{n}" in known]
+        if not found:
+            raise Error("poptorch-anchor", f"{long_name!r} cannot be read", expected=", ".join(known))
+        return kind or "UpdatedVar", f"model.{found[0]}"
 
     def compilationTime(self) -> float:
         if self._compile_seconds is None:

@@ -114,20 +114,41 @@ def final_loss(losses: Sequence[Tensor]) -> int:
             expected="one of torch's losses, or poptorch.identity_loss, in forward",
         )
     nodes = {losses[i].grad_fn: i for i in able}
-    feeding: set[int] = set()
-    for i in able:
-        stack, seen = [n for n, _ in losses[i].grad_fn.next_functions], set[Any]()  # type: ignore[union-attr]
-        while stack:
-            node = stack.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            if nodes.get(node, i) != i:
-                feeding.add(nodes[node])
-            stack += [following for following, _ in node.next_functions]
+    feeding = {nodes[node] for i in able for node in _made_of(losses[i]) if nodes.get(node, i) != i}
     final = [i for i in dict.fromkeys(nodes.values()) if i not in feeding]
     if len(final) != 1:
         raise Error("poptorch-loss", "Multiple independent losses found in graph. Graph must have one final loss. Wrap the "
                                      "final loss in "
                     "poptorch.identity_loss to mark it.", found=f"{len(final)} losses that feed no other")  # fmt: skip
     return final[0]
+
+
+def require_unchanged(loss: Tensor, returned: Sequence[Tensor]) -> None:
+    """Backward begins at the loss as its function gave it, on the original as well. A program that returns something made of it,
+    and not the loss itself, probably means that."""
+
+    def is_loss(t: Tensor) -> bool:
+        a, b = t.detach().flatten(), loss.detach().flatten()
+        return t is loss or (a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all()))
+
+    changed = [t for t in returned if t.grad_fn is not None and loss.grad_fn in _made_of(t)]
+    if changed and not any(is_loss(t) for t in returned):
+        raise Error("poptorch-loss", "The loss is changed after its function has computed it: that change would not be trained",
+                    found=f"{_described(changed[0])} is returned, made of the loss {_described(loss)}",
+                    fix="wrap what is to be trained: poptorch.identity_loss(x, reduction='none'), or 'mean' or 'sum'; to train "
+                    "the loss itself, return it as well, or detach what is made of it")  # fmt: skip
+
+
+def _described(t: Tensor) -> str:
+    return f"{t.item():.6g}" if t.numel() == 1 else f"a tensor of shape {list(t.shape)}"
+
+
+def _made_of(t: Tensor) -> set[Any]:
+    """The nodes of autograd that come before a tensor's own."""
+    stack, seen = [n for n, _ in t.grad_fn.next_functions], set[Any]()  # type: ignore[union-attr]
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            stack += [following for following, _ in node.next_functions]
+    return seen

@@ -127,7 +127,7 @@ class Options(Values):
 
     def anchorTensor(self, short_name: str, long_name: str, output_mode: OutputMode | None = None,
                      output_return_period: int | None = 1) -> Options:  # fmt: skip
-        """`Gradient___NAME` of a parameter; getAnchoredTensor(short_name) reads it after a call."""
+        """`Gradient___NAME` or `UpdatedVar___NAME` of a parameter; getAnchoredTensor(short_name) reads it after a call."""
         if output_mode not in (None, OutputMode.Final, OutputMode.Default):
             raise Error("poptorch-refused", "anchorTensor: only the last value of a call can be kept", found=repr(output_mode),
                         expected="OutputMode.Final")  # fmt: skip

@@ -82,7 +82,7 @@ ROWS: list[tuple[str, str, str, str]] = [
         _E,
         "model options rng_state compilationTime getAnchoredTensor getTensorNames",
         HERE,
-        "gradients of parameters can be anchored",
+        "gradients and updated values of parameters can be anchored",
     ),
     (
         _E,

@@ -19,6 +19,7 @@ from .errors import StateError
 _shared: Any = WeakIdKeyDictionary()  # model -> a weak reference to its Shared
 _owners: Any = WeakIdKeyDictionary()  # tensor -> a weak reference to its Shared
 _stale: weakref.WeakSet[Shared] = weakref.WeakSet()  # whose host copy is old
+_wrapped: weakref.WeakSet[Shared] = weakref.WeakSet()
 _KEY = "_poptorch_shared"  # in a wrapped model's dict: weights that were trained are not lost when their executor is dropped
 
 
@@ -41,6 +42,9 @@ class Shared:
 
     def trained(self) -> None:
         self.version += 1
+        if not alone():  # buffers may be another one's
+            for other in owners(self._model(), self)[1:]:
+                other.version += 1
         if not self.is_stale:
             self.is_stale = True
             _stale.add(self)
@@ -53,8 +57,7 @@ class Shared:
 
     def wrap(self) -> None:
         """Tensors that belong to another wrapped model stay that model's, unless only this one's optimizer updates them."""
-        model = self.model()
-        assert model is not None
+        model = self._model()
         kind = type(model)
         if not isinstance(model, _Noticing):
             model.__class__ = _noticing_module(kind)
@@ -68,16 +71,26 @@ class Shared:
             _owners[t] = weakref.ref(self)
         vars(model)[_KEY] = self
         self.is_wrapped = True
+        _wrapped.add(self)
 
     def _claims(self, t: Tensor) -> bool:
         owner = _owners[t]() if t in _owners else None
         return id(t) in self.updated and (owner is None or id(t) not in owner.updated)
 
-    def foreign(self) -> set[int]:
-        """ids of the model's tensors that another wrapped model trains: what this one's device has of them may be old."""
+    def _model(self) -> nn.Module:
         model = self.model()
         assert model is not None
-        return {id(t) for t in _tensors(model) if (ref := _owners.get(t)) is not None and ref() not in (None, self)}
+        return model
+
+    def foreign(self, *, buffers: bool) -> set[int]:
+        """ids of the model's tensors that another wrapped model trains: what this one's device has of them may be old. With
+        buffers or without: every model that has them changes them."""
+        tensors = _tensors(self._model()) if buffers else self._model().parameters()
+        return {id(t) for t in tensors if (ref := _owners.get(t)) is not None and ref() not in (None, self)}
+
+    def has(self, t: Tensor) -> bool:
+        model = self.model()
+        return model is not None and any(t is own for own in _tensors(model))
 
     def unwrap(self) -> None:
         model = self.model()
@@ -94,6 +107,7 @@ class Shared:
                     t.__class__ = Tensor  # type: ignore[assignment]
                 _owners.pop(t, None)
         self.is_wrapped = False
+        _wrapped.discard(self)
 
     @contextlib.contextmanager
     def plain(self) -> Iterator[None]:
@@ -118,14 +132,21 @@ def shared(model: nn.Module) -> Shared:
     return found
 
 
+def alone() -> bool:
+    """Whether one model is trained, at most: nobody else can have changed its tensors."""
+    return len(_wrapped) <= 1
+
+
 def owners(model: nn.Module, own: Shared) -> list[Shared]:
-    """Whose tensors the model has: its own first, then those of wrapped models that it is a part of, or that are parts of it."""
+    """Whose tensors the model has: its own first, then those of wrapped models that it is a part of, or that are parts of it, or
+    that have changed a part of it since the host's copy was new."""
     found = [own]
-    for t in _tensors(model):
+    tensors = _tensors(model)
+    for t in tensors:
         owner = ref() if (ref := _owners.get(t)) is not None else None
         if owner is not None and all(owner is not known for known in found):
             found.append(owner)
-    return found
+    return found + [s for s in _stale if all(s is not known for known in found) and any(s.has(t) for t in tensors)]
 
 
 def require_unwrapped(model: nn.Module) -> None:
@@ -144,8 +165,8 @@ def _read(args: Iterable[Any]) -> None:
     for leaf in tree_leaves(args):
         if isinstance(leaf, (PoptorchParameter, PoptorchBuffer)) and (owner := _owners.get(leaf)) is not None:
             known = owner()
-            if known is not None:
-                known.pull()
+            for stale in [s for s in _stale if s is known or s.has(leaf)]:
+                stale.pull()
 
 
 class PoptorchParameter(nn.Parameter):
