@@ -12,9 +12,21 @@ from collections.abc import Iterator
 
 def alone() -> bool:
     """Whether every other Python thread, if there is any, waits for an event: a progress bar's, say."""
-    frames = sys._current_frames()
+    with _without_garbage_collection():  # which may deadlock there before Python 3.11.9 (gh-106883)
+        frames = sys._current_frames()
     others = [frames.get(t.ident or 0) for t in threading.enumerate() if t is not threading.current_thread()]
     return all(f is not None and f.f_code is threading.Condition.wait.__code__ for f in others)
+
+
+@contextlib.contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @contextlib.contextmanager

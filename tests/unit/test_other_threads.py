@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -81,3 +83,40 @@ def test_fixes_to_inductor_are_for_our_code_alone() -> None:
         other.join()
     assert asked == [plain] == [lowering.needs_fallback_due_to_atomic_add_limitations(torch.float32)] == [False]
     assert sizevars.sympy.simplify is not None
+
+
+COLLECTED_MEANWHILE = """
+import faulthandler, gc, threading, time
+from tilework.process import alone
+
+faulthandler.dump_traceback_later(60, exit=True)
+
+class Loader:
+    def __init__(self):
+        self.itself = self
+
+    def __del__(self):  # as a DataLoader's, which waits for its workers
+        time.sleep(0.001)
+
+def others():
+    while not done:
+        thread = threading.Thread(target=int)
+        thread.start()
+        thread.join()
+
+done = []
+threads = [threading.Thread(target=others) for _ in range(4)]
+for thread in threads:
+    thread.start()
+gc.set_threshold(1)
+for _ in range(300):
+    Loader()
+    alone()
+done.append(True)
+"""
+
+
+def test_garbage_of_a_loader_while_threads_begin_and_end() -> None:
+    """Python before 3.11.9 stops for ever when it collects garbage while it lists the threads' frames (gh-106883)."""
+    done = subprocess.run([sys.executable, "-c", COLLECTED_MEANWHILE], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
