@@ -17,7 +17,8 @@ def main() -> int:
     report = ROOT / "out" / "test-full.xml"
     report.parent.mkdir(exist_ok=True)
     tested = test_results.commit()
-    command = [sys.executable, "-m", "pytest", "-n", "2", "--timeout", "3600", f"--junitxml={report}", *sys.argv[1:]]
+    limits = ["--timeout", "3600", "-o", "faulthandler_timeout=4000"]
+    command = [sys.executable, "-m", "pytest", "-n", "2", *limits, f"--junitxml={report}", *sys.argv[1:]]
     code = subprocess.run(command, cwd=ROOT, env=os.environ | {"TILEWORK_FULL": "1"}).returncode
     words = "make test-full" + (f" ARGS='{shlex.join(sys.argv[1:])}'" if sys.argv[1:] else "")
     test_results.PAGE.write_text(test_results.page(report, words, tested))

@@ -7,14 +7,17 @@ import subprocess
 import sys
 
 import pytest
-from daemons import python_for_all
+from daemons import ROOT, python_for_all
 
 pytestmark = pytest.mark.slow
 
 PLACES = r"""
 set -e
+case $CHECKOUT in /tmp/*) mount --bind $CHECKOUT /mnt;; esac
 for place in /run /var/lib /var/log /tmp; do mount -t tmpfs -o mode=0755 tmpfs $place; done
 chmod 1777 /tmp
+case $CHECKOUT in /tmp/*) mkdir -p $CHECKOUT; mount --bind /mnt $CHECKOUT;; esac
+cd /
 unset XDG_RUNTIME_DIR
 if [ -d /etc/systemd ]; then mount -t tmpfs tmpfs /etc/systemd; fi
 mkdir -p /run/tilework /var/lib/tilework
@@ -92,7 +95,8 @@ $ROOT_PYTHON -m tilework daemon stop
 def in_namespace(script: str) -> tuple[list[str], object]:
     """The lines that a script prints, with places of its own."""
     python, env = python_for_all()
-    env = {k: v for k, v in env.items() if not k.startswith("TILEWORK_")} | {"ROOT_PYTHON": sys.executable, "USER_PYTHON": python}
+    env = {k: v for k, v in env.items() if not k.startswith("TILEWORK_")}
+    env |= {"ROOT_PYTHON": sys.executable, "USER_PYTHON": python, "CHECKOUT": str(ROOT)}
     if subprocess.run(["unshare", "-m", "mount", "-t", "tmpfs", "tmpfs", "/run"], capture_output=True).returncode:
         pytest.skip("no mount namespaces here")
     done = subprocess.run(["unshare", "-m", "bash", "-c", PLACES + script], capture_output=True, text=True, env=env, timeout=120)
