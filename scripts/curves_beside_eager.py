@@ -28,7 +28,7 @@ PAGE, PICTURE = ROOT / "docs" / "models.md", ROOT / "docs" / "images" / "curves.
 BEGIN, END = "<!-- curves: scripts/curves_beside_eager.py -->", "<!-- end of curves -->"
 ROWS = {
     "unet": ("U-Net, 64 x 64, batch 16", unet, 1200),
-    "gpt": ("GPT, 10 M parameters, 128 tokens, batch 8", gpt, 1500),
+    "gpt": ("GPT, 10 M parameters, 128 tokens, batch 8", gpt, 600),
 }
 EACH = 20  # steps before the other one's turn
 BATCHES = 64  # that are used again and again
