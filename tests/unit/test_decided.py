@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tilework.check.check import _SHAKEN, _decided
+from tilework.check.check import _SHAKEN, _decided, _Judged
 from tilework.check.compare import Row
 
 KEY = ("step", "gradient", "w")
@@ -31,3 +31,18 @@ def test_of_16_bits_no_more_than_eager_moves_itself(error: float, noise: float, 
     row = Row("gradient", "w", error, 0.02, False, program="step", share=1.0)
     (judged,) = _decided([row], [{KEY: noise * units / _SHAKEN[0]} for units in _SHAKEN], low=True)
     assert judged.ok is right
+
+
+@pytest.mark.parametrize(("moves", "jumps"), [([1e-6, 0.11], True), ([0.2, 0.2], True), ([1e-3, 2e-2], False), ([], False)])
+def test_other_weights_are_tried_where_eager_jumps_as_far(moves: list[float], jumps: bool) -> None:
+    row = Row("gradient", "w", 0.12, 1e-5, False, program="step", share=1.0)
+    here = _Judged("cpu", [row], [{KEY: m} for m in moves])
+    assert here.jumps is jumps
+
+
+def test_a_row_is_right_if_it_is_at_other_weights() -> None:
+    wrong = [Row("gradient", name, 0.12, 1e-5, False, program="step", share=1.0) for name in ("w", "v")]
+    there = [Row("gradient", "w", 1e-6, 1e-5, True, program="step", share=1.0), wrong[1]]
+    first, second = _Judged("cpu", wrong, []).or_there(_Judged("cpu", there, [])).rows
+    assert first.ok and first.note.startswith("compared roughly")
+    assert second is wrong[1]

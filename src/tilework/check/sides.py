@@ -145,25 +145,32 @@ def _named_outputs(signature: Signature, result: Any) -> Tensors:
 
 
 def run_module(
-    manifest: Manifest, signature: Signature, step: Step, inputs: list[Tensor], *, shaken: float = 0.0, seed: int = 1
+    manifest: Manifest, signature: Signature, step: Step, inputs: list[Tensor], *, shaken_by: float = 0.0, seed: int = 1
 ) -> Results:
-    """Two steps, and inference before them. The module and its optimizers are put back as they were. `shaken`: weights and inputs
-    are changed by so many units in their last place before, which shows how much noise the arithmetic makes."""
+    """Two steps, and inference before them. The module and its optimizers are put back as they were. `shaken_by`: weights and
+    inputs are changed by so many units in their last place before, which shows how much noise the arithmetic makes."""
     found: Results = {}
     trains = any(role not in ("infer", "opt") for role in signature.programs)
-    with restored(step):
-        if shaken:
-            generator = torch.Generator().manual_seed(seed)
-            inputs = [_shaken(t, shaken, generator) for t in inputs]
-            with torch.no_grad():
-                for t in host(step).values():
-                    t.data.copy_(_shaken(t, shaken, generator))
+    with shaken(step, inputs, shaken_by, seed) as inputs:
         if "infer" in signature.programs:
             found["infer"] = {"output": _infer(step, _one_batch(signature, inputs))}
         if trains:
             found["fused"] = found["sections"] = _train(manifest, signature, step, inputs, 0)
             found["again"] = _train(manifest, signature, step, inputs, 1)
     return found
+
+
+@contextmanager
+def shaken(step: Step, inputs: list[Tensor], units: float, seed: int) -> Iterator[list[Tensor]]:
+    """The inputs and, until the end, the step's weights changed by so many units in their last place."""
+    with restored(step):
+        if units:
+            generator = torch.Generator().manual_seed(seed)
+            inputs = [_shaken(t, units, generator) for t in inputs]
+            with torch.no_grad():
+                for t in host(step).values():
+                    t.data.copy_(_shaken(t, units, generator))
+        yield inputs
 
 
 def _shaken(t: Tensor, units: float, generator: torch.Generator) -> Tensor:
