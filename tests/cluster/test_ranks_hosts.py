@@ -63,6 +63,7 @@ def started(folder: Path, program: str, *words: str) -> list[subprocess.Popen[st
     return found
 
 
+@pytest.mark.slow
 def test_parity_over_two_hosts(cable: str, ranks: Ranks) -> None:
     path = compile_for(ranks.folder, 4, "adamw", 1)
     ways = [

@@ -85,6 +85,7 @@ def test_launchers(launcher: str, ranks: Ranks) -> None:
         judge(result, i, "sgd")
 
 
+@pytest.mark.slow
 def test_reduced_while_the_backward_pass_goes_on(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small buckets and small pieces: the courier carries each as soon as it is complete, and the numbers are the same."""
     from tilework.compiler import build
@@ -105,6 +106,7 @@ def test_reduced_while_the_backward_pass_goes_on(ranks: Ranks, monkeypatch: pyte
         judge(result, i, "adamw")
 
 
+@pytest.mark.slow
 def test_sharded_optimizer_state(ranks: Ranks) -> None:
     """Each rank keeps a part of Adam's state; the numbers are those of ranks that keep all of it."""
     paths = {micro: compile_for(ranks.folder, 2, "adamw", micro, shards=3) for micro in (1, 2)}
@@ -121,6 +123,7 @@ def test_sharded_optimizer_state(ranks: Ranks) -> None:
             assert result[0]["cases"][i]["state"] == result[1]["cases"][i]["state"]  # gathered
 
 
+@pytest.mark.slow
 def test_the_norm_of_the_gradients(ranks: Ranks) -> None:
     """On every rank that of the reduced gradients: what eager PyTorch has for the joined batch, before clipping."""
     paths = {micro: compile_for(ranks.folder, 2, "adamw", micro, shards=2, grad_norm=True) for micro in (1, 2)}

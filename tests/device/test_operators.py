@@ -59,6 +59,7 @@ def test_small_convolutions_of_every_shape(workshop) -> None:
         assert torch.allclose(gradients[f"input/{argument.name}"], image.grad, rtol=1e-4, atol=1e-6), argument.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["conv_bn", pytest.param("dropout", marks=pytest.mark.full)])
 def test_a_pass_can_be_turned_off_and_changes_nothing(name: str, workshop) -> None:
     losses = []
@@ -88,6 +89,7 @@ def test_large_convolutions_stay_with_the_library() -> None:
         assert any(n.op == "aten.convolution.default" for n in graph.nodes) != small
 
 
+@pytest.mark.slow
 def test_matrix_products_of_every_layout(workshop) -> None:
     """Transposed, sliced, broadcast and degenerate operands, float32 and float64, with and without a bias."""
 
@@ -144,6 +146,7 @@ class Pools(nn.Module):
         return total
 
 
+@pytest.mark.slow
 def test_pooling_of_every_window_and_layout(workshop) -> None:
     torch.manual_seed(0)
     shapes = [(2, 3, 28, 28), (1, 16, 10, 9), (3, 5, 7, 13), (2, 33, 6, 8), (1, 2, 70, 66)]
@@ -198,6 +201,7 @@ class Products(nn.Module):
         return total
 
 
+@pytest.mark.slow
 def test_products_of_every_shape(workshop) -> None:
     torch.manual_seed(0)
     matrices = [m.requires_grad_() for m, k, n in PRODUCTS for m in (torch.randn(m, k), torch.randn(k, n))]
@@ -236,6 +240,7 @@ def test_small_convolutions_of_many_images(workshop) -> None:
         assert torch.allclose(session.state_dict()[name], p, rtol=1e-4, atol=1e-6), name
 
 
+@pytest.mark.slow
 def test_library_convolutions_get_weights_with_channels_last(workshop) -> None:
     """And the numbers stay the same: fused and section by section, with momentum, saved and loaded."""
     torch.manual_seed(0)

@@ -34,13 +34,17 @@ def compare(session_of, name: str, device: str, **kwargs) -> None:
         assert_same(train_session(session, step, data, sections=sections), expected)
 
 
+LONG = ("gru", "lstm", "unet")
+
+
 @pytest.mark.parametrize("device", COMPUTING)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param(m, marks=[pytest.mark.slow] if m in LONG else []) for m in MODELS])
 def test_models(session_of, name: str, device: str) -> None:
     """Each model with an optimizer of its own; between them all optimizers occur."""
     compare(session_of, name, device)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_optimizers(session_of, optimizer: str) -> None:
     compare(session_of, "residual", "cpu", optimizer=optimizer)
@@ -63,7 +67,7 @@ def test_all_combinations(session_of, name: str, optimizer: str) -> None:
 BF16_FIRST, BF16_LATER = 3e-2, 1e-1  # bf16 keeps 8 bits: 0.4 % a rounding, and a few of them in a row
 
 
-@pytest.mark.parametrize("name", ["mlp", "conv_bn", "attention"])
+@pytest.mark.parametrize("name", ["mlp", *(pytest.param(n, marks=pytest.mark.slow) for n in ("conv_bn", "attention"))])
 def test_bfloat16(session_of, name: str) -> None:
     """bf16 products with float32 master weights, against torch.autocast, with bounds of their own."""
     session, step = session_of(name, "cpu", seed=SEED, precision="bfloat16", optimizer="sgd")

@@ -54,6 +54,7 @@ def test_outputs_that_are_copies_of_state(device: str, tmp_path) -> None:
     assert check(tmp_path / "m.pef", step).ok
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_bias_before_batchnorm_passes_the_check(seed: int, tmp_path) -> None:
     """Its true gradient is zero, so what both sides compute is rounding noise."""

@@ -65,6 +65,7 @@ def steps() -> dict[str, tilework.Step]:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mixed", "images"])
 @pytest.mark.parametrize("count", [2, 3])
 def test_one_thread_alone_has_the_bits_of_many(tmp_path: Path, name: str, count: int) -> None:

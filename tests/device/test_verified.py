@@ -50,6 +50,7 @@ def test_a_pass_that_is_wrong_is_left_out(tmp_path, monkeypatch) -> None:
     assert check(done.path, make()).ok
 
 
+@pytest.mark.slow
 def test_the_operator_that_is_wrong_is_called(tmp_path, monkeypatch) -> None:
     """Code generation that is wrong about one operator: it is found among all of them, and only it is called."""
     original = codegen_cpu.slim

@@ -199,6 +199,7 @@ def test_who_asks_and_is_refused_shares_nothing(run_folder: Path, artifact: Path
     assert client.view().leases == client.view().shared == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["run", "measure", "test"])
 def test_every_verb_that_runs_takes_tiles(run_folder: Path, artifact: Path, verb: str) -> None:
     words = {"run": ["--steps", "2"], "measure": ["--seconds", "0.01"], "test": []}[verb]

@@ -186,6 +186,7 @@ def test_run_reports_the_users_mistakes(place: Path) -> None:
     assert "did you mean 'lr'" in tilework(place, "run", "m.pef", "--hyper", "lrr=1").stderr
 
 
+@pytest.mark.slow
 def test_test_passes_and_fails(place: Path) -> None:
     good = tilework(place, "test", "m.pef", "model.py:build")
     assert good.returncode == 0 and "against your module in eager PyTorch" in good.stdout
@@ -254,6 +255,7 @@ def test_what_the_users_code_prints_is_not_json(place: Path) -> None:
     assert json.loads(done.stdout)["artifact"] == "loud.pef" and "building" in done.stderr
 
 
+@pytest.mark.slow
 def test_places_of_mistakes_in_files(place: Path) -> None:
     (place / "syntax.py").write_text("x = 1\ndef build(:\n    pass\n")
     assert "syntax.py:2" in tilework(place, "compile", "syntax.py:build").stderr

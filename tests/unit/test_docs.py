@@ -22,10 +22,9 @@ def blocks(path: Path, pattern: str) -> list[str]:
 
 
 def cases(pattern: str) -> list[Any]:
-    """(page, block) pairs; those of the first pages that a newcomer reads are in `make test`."""
-    first = ("README.md", "quickstart.md")
+    """(page, block) pairs; those of the README are in `make test`."""
     found = [(p, b) for p in PAGES for b in blocks(p, pattern)]
-    return [pytest.param(p, b, marks=[] if p.name in first else [pytest.mark.slow], id=p.name) for p, b in found]
+    return [pytest.param(p, b, marks=[] if p.name == "README.md" else [pytest.mark.slow], id=p.name) for p, b in found]
 
 
 COMMANDS, PYTHON = cases(r"<!-- run -->\n```\w*\n(.*?)```"), cases(r"```python\n(.*?)```")

@@ -40,6 +40,7 @@ def buffers_for(graph: Graph) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_same_as_a_trace_of_its_own(name: str) -> None:
     torch.manual_seed(0)

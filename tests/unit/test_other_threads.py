@@ -7,6 +7,7 @@ import sys
 import threading
 from pathlib import Path
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -30,6 +31,7 @@ def compiled(path: Path) -> None:
     tilework.compile(step, path, options=tilework.Options(device="reference"), verify=False)
 
 
+@pytest.mark.slow
 def test_captures_at_once_leave_torch_as_it_was(tmp_path: Path) -> None:
     """Several at once, beside a model that trains: afterwards everything is torch's own, and what ran meanwhile was too."""
     before = F.dropout, F.scaled_dot_product_attention, torch.utils.checkpoint.CheckpointFunction, torch.backends.mkldnn.enabled

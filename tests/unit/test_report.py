@@ -132,6 +132,7 @@ def test_a_run_that_was_killed_is_not_running(tmp_path: Path) -> None:
     assert summary(tmp_path / "r").state == "killed"
 
 
+@pytest.mark.slow
 def test_the_commands(tmp_path: Path) -> None:
     run(tmp_path / "r", [2.0, 1.0])
 

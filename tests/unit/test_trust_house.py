@@ -91,6 +91,7 @@ extern "C" __attribute__((visibility("default"))) void run() {{
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("own", "elements", "seen"), [(True, 21, True), (True, 20, False), (False, 21, False)])
 def test_a_sanitizer_sees_a_kernel_that_leaves_its_temporary(
     monkeypatch, tmp_path: Path, own: bool, elements: int, seen: bool
@@ -169,6 +170,7 @@ def test_the_key_knows_graph_passes_of_the_user_by_their_uuid() -> None:
     assert with_pass(print) != with_pass(print)
 
 
+@pytest.mark.slow
 def test_the_key_is_the_same_everywhere(artifact, tmp_path: Path) -> None:
     before = codegen_cpu.surroundings()
     graph = read_artifact(artifact("linear", "reference")).graphs["infer"]
@@ -305,6 +307,7 @@ def test_an_artifact_for_a_better_arm_machine_is_refused(monkeypatch) -> None:
 # ---- operators that a graph may name ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_nothing_that_graphs_need_is_missing(artifact, name: str) -> None:
     graphs = read_artifact(artifact(name, "reference")).graphs

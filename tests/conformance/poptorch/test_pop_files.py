@@ -105,6 +105,7 @@ def test_no_such_file(tmp_path, content) -> None:
             act(tmp_path / "m")
 
 
+@pytest.mark.slow
 def test_compiled_code_is_cached(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("TILEWORK_DEVICE", "cpu")
     folder = tmp_path / "cache"

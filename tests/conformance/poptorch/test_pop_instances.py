@@ -49,7 +49,9 @@ def poprun(*words: str, code: str = "", timeout: int = 120) -> subprocess.Comple
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
 
 
-@pytest.mark.parametrize(("instances", "replicas"), [(1, 2), (2, 2), (2, 4)])
+@pytest.mark.parametrize(
+    ("instances", "replicas"), [(1, 2), pytest.param(2, 2, marks=pytest.mark.slow), pytest.param(2, 4, marks=pytest.mark.slow)]
+)
 def test_several_replicas_train_as_eager_does(instances: int, replicas: int) -> None:
     done = poprun("-v", f"--num-instances={instances}", f"--num-replicas={replicas}", code=TRAIN.format(here=str(HERE)))
     assert done.returncode == 0, done.stdout + done.stderr

@@ -187,6 +187,7 @@ class Deep(nn.Module):
         return x, F.mse_loss(x, y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wanted", [True, False])
 def test_checkpoints_save_memory(wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TILEWORK_DEVICE", "cpu")

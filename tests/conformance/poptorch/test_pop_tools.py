@@ -117,6 +117,7 @@ print("tiles", *(lease.tiles if lease is not None else ()))
 """
 
 
+@pytest.mark.slow
 def test_a_partition_from_its_making_to_its_end(tmp_path) -> None:
     """Over a daemon of its own: a program in the partition's environment runs on the partition's tiles."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("TILEWORK_", "IPUOF_"))}

@@ -109,6 +109,7 @@ def test_what_the_pef_remembers(logreg: Path) -> None:
     assert tilework.read_artifact(path).manifest.metadata["sambaflow"]["modules"]["lin_layer"] == "Linear"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("app", [pytest.param("res_ffn_mnist", marks=pytest.mark.full), "ffn_mnist"])
 def test_other_starters(app: str, tmp_path: Path) -> None:
     script = str(STARTERS / app / f"{app}.py")
@@ -117,6 +118,7 @@ def test_other_starters(app: str, tmp_path: Path) -> None:
     assert "Test Accuracy" in run(tmp_path, script, "run", "-b", "4", "-p", f"out/{app}/{app}.pef", "--limit", "400")
 
 
+@pytest.mark.slow
 def test_boilerplate_in_data_parallel(tmp_path: Path) -> None:
     """The scripts of the starter as they are, after `tilework site install`, but for where /opt is: compile once, then two ranks
     on two RDUs, as jobs."""
@@ -143,6 +145,7 @@ def test_boilerplate_in_data_parallel(tmp_path: Path) -> None:
     assert len(accuracies) == 2 and accuracies[0] == accuracies[1]  # the same weights on both ranks
 
 
+@pytest.mark.slow
 def test_the_program_on_the_page(tmp_path: Path) -> None:
     block = re.search(r"```py\n(.*?)```", (ROOT / "docs" / "sambaflow.md").read_text(), re.S)
     assert block is not None
