@@ -42,7 +42,7 @@ def logits(output: Any) -> torch.Tensor:
     return output["logits"] if "logits" in output else output["prediction_logits"]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param(m, marks=[pytest.mark.full] if m.startswith("bert_") else []) for m in MODELS])
 def test_round_trip(name: str, tmp_path: Path) -> None:
     torch.manual_seed(3)
     model = MODELS[name]().eval()

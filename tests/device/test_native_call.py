@@ -59,7 +59,7 @@ ALL_NATIVE = ["linear", "mlp", "residual", "conv_bn", "lstm", "gru", "tied", "dr
 WITH_LIBRARY_CALLS = ["unet", "attention"]
 
 
-@pytest.mark.parametrize("name", ALL_NATIVE)
+@pytest.mark.parametrize("name", [pytest.param(m, marks=[pytest.mark.full] if m == "gru" else []) for m in ALL_NATIVE])
 @pytest.mark.parametrize("num_steps", [1, 5])
 def test_no_python_and_no_dispatch(session_of, name: str, num_steps: int) -> None:
     session, step = session_of(name, "cpu")

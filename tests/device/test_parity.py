@@ -44,12 +44,6 @@ def test_models(session_of, name: str, device: str) -> None:
     compare(session_of, name, device)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_optimizers(session_of, optimizer: str) -> None:
-    compare(session_of, "residual", "cpu", optimizer=optimizer)
-
-
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", ["linear", "conv_bn", "tied", "multi_optimizer", "clipped"])
 def test_combinations_on_reference(session_of, name: str, optimizer: str) -> None:

@@ -75,7 +75,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c in ("dropout", "pieces") else [pytest.mark.full]) for c in CASES])
 @pytest.mark.parametrize("device", COMPUTING)
 def test_the_same_bits(case: str, device: str, tmp_path: Path) -> None:
     model, settings = CASES[case]

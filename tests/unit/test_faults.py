@@ -53,7 +53,7 @@ def leftovers(folder: Path) -> list[str]:
     return sorted(p.name for p in folder.iterdir() if p.name != "cache" and not p.name.endswith((".pef", ".safetensors")))
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.full)])
 def test_ended_in_the_middle(cache: Path, tmp_path: Path, number: signal.Signals) -> None:
     r = random.Random(int(number))
     for i in range(4 if os.environ.get("TILEWORK_FULL") == "1" else 1):

@@ -122,3 +122,27 @@ def test_garbage_of_a_loader_while_threads_begin_and_end() -> None:
     """Python before 3.11.9 stops for ever when it collects garbage while it lists the threads' frames (gh-106883)."""
     done = subprocess.run([sys.executable, "-c", COLLECTED_MEANWHILE], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+FIRST = """
+import sys, threading
+from tilework.artifact.reader import read_artifact
+sys.setswitchinterval(1e-6)
+begin, found = threading.Barrier(8), []
+def load():
+    begin.wait()
+    found.append(read_artifact(sys.argv[1]).manifest.signature.name)
+threads = [threading.Thread(target=load) for _ in range(8)]
+for t in threads: t.start()
+for t in threads: t.join()
+assert len(found) == 8
+"""
+
+
+@pytest.mark.parametrize("attempt", range(4))
+def test_a_process_that_loads_first_in_several_threads(attempt: int, tmp_path: Path) -> None:
+    """The library that decodes the manifest crashed where two threads were the first to meet a type."""
+    step = tilework.Step(model=nn.Linear(3, 2), inputs=torch.randn(4, 3), targets=torch.randn(4, 2), loss=nn.MSELoss())
+    path = tilework.compile(step, tmp_path / "a.pef", options=tilework.Options(device="reference")).path
+    done = subprocess.run([sys.executable, "-c", FIRST, str(path)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, f"{done.returncode}\n{done.stderr}"

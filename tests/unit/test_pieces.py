@@ -203,7 +203,7 @@ def test_small_programs_stay_whole() -> None:
         (Encoder, (2, 5, 16), torch.optim.SGD, 400),
         pytest.param(lambda: Recurrent(bidirectional=True), (3, 14, 8), torch.optim.Adam, 400, marks=pytest.mark.full),
         (lambda: Recurrent(nn.GRU), (3, 14, 8), torch.optim.RMSprop, 10),
-        (lambda: Recurrent(width=40), (3, 14, 8), torch.optim.SGD, 400),
+        pytest.param(lambda: Recurrent(width=40), (3, 14, 8), torch.optim.SGD, 400, marks=pytest.mark.full),
         (Counting, (4, 8), torch.optim.AdamW, 30),
     ],
 )

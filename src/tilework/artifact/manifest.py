@@ -276,4 +276,8 @@ class Manifest(_Table, frozen=True):
     @classmethod
     def from_json(cls, text: bytes) -> Manifest:
         """Raises msgspec.ValidationError, with the place and the reason, or msgspec.DecodeError."""
-        return msgspec.json.decode(text, type=cls)
+        return _decoder.decode(text)
+
+
+# Made at import, under its lock: where two threads are the first to decode a type, msgspec may read what is half made, and crash.
+_decoder = msgspec.json.Decoder(Manifest)

@@ -17,6 +17,7 @@ from .view import View
 
 SECONDS = 5.0  # for one node's answer
 AT_ONCE = 32
+_views = msgspec.json.Decoder(View)  # before there are threads (artifact/manifest.py says why)
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def _ask(node: str, token: str, port: int) -> Seen:
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"})
     try:
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=SECONDS) as answer:
-            return Seen(name, msgspec.json.decode(answer.read(), type=View))
+            return Seen(name, _views.decode(answer.read()))
     except urllib.error.HTTPError as e:
         return Seen(name, None, "the token is not the node's" if e.code == 401 else f"its daemon answers {e.code}")
     except (OSError, ValueError, msgspec.DecodeError) as e:

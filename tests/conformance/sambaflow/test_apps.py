@@ -168,6 +168,7 @@ def test_gpt_single(gpt: tuple[Path, str]) -> None:
     assert "gpt15_single.pef is there already" in again and "expected at least 1000000000" in again
 
 
+@pytest.mark.full
 def test_gpt_on_two_instances(gpt: tuple[Path, str]) -> None:
     text = call(gpt[0], str(GPT / "Gpt1.5B_compile.sh"), "two", "--size", "tiny", STEPS="5")
     found = [f for f in facts(text) if "final_loss" in f]
@@ -215,6 +216,7 @@ def test_the_configuration_of_the_full_size() -> None:
 UNO = ROOT / "apps" / "starters" / "uno" / "uno.py"
 
 
+@pytest.mark.full
 def test_uno_in_spatial_batches(tmp_path: Path) -> None:
     """2 runs of 20 mini-batches instead of 40 runs: the numbers are the same."""
     call(tmp_path, sys.executable, str(UNO), "compile", "-b", "16", "--pef-name", "uno", "--mapping", "spatial")
