@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import secrets
 import time
 from pathlib import Path
 
 import pytest
 from launchers import IN_FULL, Ranks
 from training import compile_for
+
+from tilework.parallel import segment
 
 CODES = {"die": 137, "raise": 1, "exit": 5}
 
@@ -63,3 +66,14 @@ def test_a_port_in_use(ranks: Ranks) -> None:
         port = taken.getsockname()[1]
         ranks(2, "asked", 2, code=None, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TILEWORK_TIMEOUT="5")
     assert ranks.done is not None and ranks.done.returncode and "the port is in use" in ranks.done.stderr
+
+
+def test_what_was_left_long_ago_is_removed() -> None:
+    old, young = (Path("/dev/shm") / f"tilework-{os.getuid()}-{secrets.token_hex(8)}" for _ in range(2))
+    for path in (old, young):
+        path.write_bytes(b"x")
+    os.utime(old, (time.time() - 7200,) * 2)
+    made = Path(segment._created(4096)[0])
+    assert not old.exists() and young.exists() and made.stat().st_size == 4096
+    young.unlink()
+    made.unlink()

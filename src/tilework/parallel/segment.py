@@ -10,6 +10,7 @@ import mmap
 import os
 import secrets
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from .group import Group
 
 _LINE = 64
 _PAGE = mmap.PAGESIZE
+_STALE = 3600.0  # seconds
 _PID, _RANK = 3, 4  # of a seat, in numbers of 8 bytes
 
 
@@ -71,6 +73,7 @@ class Segment:
 def _created(total: int) -> tuple[str, str]:
     problem = ""
     for folder in ("/dev/shm", tempfile.gettempdir()):
+        _sweep(Path(folder))
         path = Path(folder) / f"tilework-{os.getuid()}-{secrets.token_hex(8)}"
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -85,6 +88,14 @@ def _created(total: int) -> tuple[str, str]:
         except OSError as e:
             problem = problem or f"{folder}: {e.strerror}"
     return "", problem
+
+
+def _sweep(folder: Path) -> None:
+    """What ranks have left there that were killed between making a file and opening it, which takes moments."""
+    for path in folder.glob(f"tilework-{os.getuid()}-{'[0-9a-f]' * 16}"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > _STALE:
+                path.unlink()
 
 
 def _map_over(bucket: Tensor, fd: int, offset: int, size: int) -> None:
