@@ -186,3 +186,22 @@ def test_another_number_of_ranks(place: Place) -> None:
 
 def test_all_steps_were_done(place: Place, straight) -> None:
     assert "were done already" in place.finish("straight")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_all_processes_saves_first(place: Place, straight, number: signal.Signals) -> None:
+    """As Slurm sends it: those that read the data get it too. And to the launcher, which passes it on."""
+    for run, ranks, more in ((f"group-{number}", 1, ("--num-workers", "2")), (f"launched-{number}", 2, ())):
+        process = place.start(run, *more, ranks=ranks)
+        metrics = place.folder / run / "metrics.jsonl"
+        while not metrics.exists() or metrics.stat().st_size < 300:
+            assert process.poll() is None
+            time.sleep(0.01)
+        if ranks == 1:
+            os.killpg(process.pid, number)
+        else:
+            process.send_signal(number)
+        text = process.communicate(timeout=60)[0]
+        steps = Checkpoints(place.folder / run / "checkpoints").steps()
+        assert steps and f"{number.name}: saved at step {steps[-1]}" in text, text
+        assert process.returncode == 128 + number, text

@@ -420,3 +420,92 @@ def test_a_folder_that_cannot_be_written(path: Path) -> None:
 def test_random_data_cannot_be_continued() -> None:
     with pytest.raises(UserError, match="random data have no records"):
         source_of("random", [])
+
+
+def test_damaged_ones_of_later_steps_do_not_count(tmp_path: Path) -> None:
+    """After a fallback the run has fewer steps than what it could not use."""
+    before = Checkpoints(tmp_path, keep=2)
+    save(before, 8, 0.5)
+    save(before, 10, 0.1)
+    found = Checkpoints(tmp_path, keep=1)
+    (tmp_path / name_of(10) / "tensors-00000-of-00001.safetensors").write_bytes(b"damaged")
+    assert found.newest()[0].step == 8
+    save(found, 9, 0.6)
+    assert found.newest()[0].step == 9
+
+
+def test_ranks_give_up_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One cannot write: nobody waits for it, all say so, and the next one is whole."""
+    told: list[list[str]] = [[], []]
+    ranks = [Checkpoints(tmp_path, rank=r, ranks=2, report=told[r].append) for r in range(2)]
+
+    def both(step: int, bad: int | None) -> None:
+        with monkeypatch.context() as m:
+            whole = Checkpoints._write_tensors
+
+            def full(self: Checkpoints, part: Path, tensors: object) -> None:
+                whole(self, part, tensors) if self.rank != 0 or bad != 0 else part.mkdir(parents=True)
+                if self.rank == bad:
+                    raise OSError(28, "No space left on device")
+
+            m.setattr(Checkpoints, "_write_tensors", full)
+            for found in ranks:
+                found.save(state(step), artifact="abc", position={}, metrics={"loss": 1.0})
+            for found in ranks:
+                found.wait()
+
+    monkeypatch.setattr("tilework.runs.checkpoints.PATIENCE", 20.0)
+    for step, bad in ((1, None), (2, 0), (3, 1), (4, 0), (5, None)):
+        both(step, bad)
+        assert [found.problem is None for found in ranks] == [bad is None] * 2 or bad == 1
+        assert ranks[0].newest()[0].step == (5 if step == 5 else 1)
+    assert any("No space left" in t for t in told[0]) and any("No space left" in t for t in told[1])
+    assert any("another rank could not write" in t for t in told[1])
+    assert not any("nothing after" in t for t in told[0] + told[1])
+
+
+def test_epochs_are_counted_where_the_data_stand(path: Path, tmp_path: Path) -> None:
+    """With other rows in a batch an epoch has another number of steps; two epochs are two epochs."""
+    session = tilework.load(path, seed=4, num_threads=1)
+    rows = len(records())
+    Training(session, Feed(records(), ROWS, seed=4), tmp_path / "r", epochs=1).run()
+    assert session.num_steps == rows // ROWS
+    half = Feed(records(), ROWS, seed=4, ranks=2)  # as one of two ranks has it: half as many steps in an epoch
+    told: list[str] = []
+    training = Training(session, half, tmp_path / "r", epochs=2, resume=True, report=told.append)
+    assert training.run().step == rows // ROWS + half.num_batches
+    assert RunFolder(tmp_path / "r").read()["steps"] == training.steps == rows // ROWS + half.num_batches
+    epochs = [m["epoch"] for m in RunFolder(tmp_path / "r").metrics()]
+    assert epochs == [1] * (rows // ROWS) + [2] * half.num_batches
+    with pytest.raises(UserError, match="nothing says where this run ends"):
+        Training(session, half, tmp_path / "s")
+
+
+def test_weights_of_another_run_are_a_beginning(path: Path, tmp_path: Path) -> None:
+    session = tilework.load(path, seed=4, num_threads=1)
+    Training(session, Feed(records(), ROWS, seed=4), tmp_path / "a", steps=12).run()
+    session.save(tmp_path / "w.safetensors")
+    fresh = tilework.load(path, weights=tmp_path / "w.safetensors", num_threads=1)
+    done = Training(fresh, Feed(records(), ROWS, seed=4), tmp_path / "b", steps=8).run()
+    assert done.step == 8 and [s for s, _ in losses(tmp_path / "b")] == list(range(1, 9))
+    assert losses(tmp_path / "b")[0][1] < losses(tmp_path / "a")[0][1]
+
+
+def test_calls_are_small_where_data_are_slow(path: Path, tmp_path: Path) -> None:
+    """A signal is heard between calls: they are sized by the data's time too. The numbers stay."""
+    import time
+
+    x, y = records().arrays
+
+    def read(number: int):
+        time.sleep(0.02)
+        return x[number], y[number]
+
+    calls: list[int] = []
+    session = tilework.load(path, seed=4, num_threads=1)
+    run = session.run
+    session.run = lambda *a, **k: calls.append(k["num_steps"]) or run(*a, **k)  # type: ignore[method-assign]
+    Training(session, Feed(tilework.data.Each(len(x), read, str), ROWS, seed=4), tmp_path / "slow", steps=60).run()
+    assert sum(calls) == 60 and max(calls) <= 32
+    train(path, tmp_path / "quick", 60)
+    assert losses(tmp_path / "slow") == losses(tmp_path / "quick")

@@ -362,3 +362,68 @@ def test_no_room_for_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(MachineError, match=r"\[data-cache\]") as e:
         keeps("disk", Counted(), tmp_path, [])
     assert "No space left" in e.value.found and not [p for p in tmp_path.iterdir() if not p.name.endswith(".lock")]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_whoever_takes_the_batches_may_stop_in_an_epoch(workers: int) -> None:
+    feed = Feed(source(), 4, seed=3, num_workers=workers)
+    found = [c.inputs[1].tolist() for c in feed.chunks(Position(0, 2), iter([2, 1]))]
+    whole = batches(Feed(source(), 4, seed=3), Position(0, 2))
+    assert found == [whole[0] + whole[1], whole[2]]
+
+
+def test_bytes_are_brightness_in_idx_files_alone(tmp_path: Path) -> None:
+    """Masks of 0 and 1, counts and classes that are kept as bytes stay what they are; and it is said."""
+    wanted = [("x", torch.float32, (4, 4)), ("mask", torch.float32, (4, 4))]
+    x, mask = np.full((2, 4, 4), 51, np.uint8), np.ones((2, 4, 4), np.uint8)
+    told: list[str] = []
+    found = fitted(Arrays((x, mask)), wanted, "npy:x,mask", report=told.append).rows(np.array([1]))
+    assert found[0].max() == 51 and found[1].max() == 1
+    assert told == ["npy:x,mask: x, mask: bytes are taken as they are, as numbers from 0 to 255"]
+    write_idx(tmp_path / "x.idx", x, 0x08)
+    found = source_of(f"idx:{tmp_path / 'x.idx'}", wanted[:1], report=told.append).rows(np.array([1]))
+    assert found[0].max().item() == pytest.approx(0.2) and len(told) == 1
+
+
+def test_masks_and_pictures_that_would_be_lost(tmp_path: Path) -> None:
+    from PIL import Image
+
+    def one(name: str, mask: Image.Image, picture: Image.Image | None = None) -> torch.Tensor:
+        (tmp_path / name).mkdir()
+        (picture or Image.new("RGB", (4, 4))).save(tmp_path / name / "a.tif")
+        mask.save(tmp_path / name / "a_mask.png")
+        return formats.pictures(str(tmp_path / name), 4).rows(np.array([0]))[1]
+
+    white = Image.new("L", (4, 4), 255)
+    assert one("ones", Image.new("L", (4, 4), 1)).sum() == 16
+    assert one("bits", Image.new("1", (4, 4), 1)).sum() == 16
+    assert one("nothing", Image.new("L", (4, 4), 0)).sum() == 0
+    with pytest.raises(BadRecord, match="the mask has values up to 3, expected 0 and 1, or 0 and 255"):
+        one("classes", Image.new("L", (4, 4), 3))
+    deep = Image.fromarray(np.full((4, 4), 40000, np.uint16))
+    with pytest.raises(BadRecord, match=r"a\.tif has pixels of type I;16, expected 8 bits"):
+        one("deep", white, deep)
+    with pytest.raises(BadRecord, match=r"a\.tif has pixels of type F"):
+        one("numbers", white, Image.fromarray(np.full((4, 4), 0.5, np.float32)))
+
+
+def test_whatever_a_decoder_raises_names_its_record() -> None:
+    def read(number: int):
+        return (torch.tensor(struct.unpack(">I", b"12" if number == 3 else b"1234")[0]),)
+
+    found = Each(5, read, lambda n: f"block {n}")
+    with pytest.raises(BadRecord, match=r"record 3 \(block 3\): error: unpack requires"):
+        found.rows(np.arange(5))
+    told: list[str] = []
+    assert list(Feed(found, 5, seed=0, bad_records="skip", report=told.append).chunks(Position(), iter([1])))
+    assert "skipped" in told[0]
+
+
+def test_large_labels_and_empty_sequences(tmp_path: Path) -> None:
+    (tmp_path / "d.csv").write_text("a,label\n1,16777217\n")
+    found = source_of(f"csv:{tmp_path / 'd.csv'}:label", [("x", torch.float32, (1,)), ("y", torch.int64, ())])
+    assert found.rows(np.array([0]))[1].item() == 16777217
+    (tmp_path / "t.bin").write_bytes(b"12345678")
+    with pytest.raises(UserError) as e:
+        source_of(f"tokens:{tmp_path / 't.bin'}:0", [])
+    assert "tokens:FILE:LENGTH" in e.value.expected

@@ -63,17 +63,15 @@ def train(
     rank, ranks = (session.group.rank, session.group.size) if session.group else (0, 1)
     feed = feed_of(session, data, seed=seed, shuffle=shuffle, num_workers=workers, bad_records=bad_records, in_memory=in_memory,
                    cache=cache, rank=rank, ranks=ranks, report=say)  # fmt: skip
-    whole = epochs * feed.num_batches
-    steps = whole if steps is None else min(steps, whole)
-    training = Training(session, feed, folder, steps=steps, save_every=save_every, keep=keep, resume=resume,
+    training = Training(session, feed, folder, steps=steps, epochs=epochs, save_every=save_every, keep=keep, resume=resume,
                         hyper=hyper, log_dir=log_dir, histograms=histograms, images=images,
                         asked={"command": sys.argv, "epochs": epochs, "source": data}, report=say,
-                        progress=_Progress(steps))  # fmt: skip
+                        progress=_Progress())  # fmt: skip
     done = training.run()
     if not training.first:
         return
     made = len(done.losses)
-    summary = {"step": done.step, "steps": steps, "resumed": done.resumed, "stopped": done.stopped,
+    summary = {"step": done.step, "steps": training.steps, "resumed": done.resumed, "stopped": done.stopped,
                "seconds": round(done.seconds, 3),
                "first_loss": done.first_loss, "last_loss": done.losses[-1] if made else None, "run": str(folder)}  # fmt: skip
     if json:
@@ -82,22 +80,22 @@ def train(
         out.print(f"{folder}: all {done.step} steps were done already", markup=False)
     else:
         tail = [*done.losses][-max(1, made // 20) :]
-        out.print(f"step {done.step} of {steps} after {done.seconds:.2f} s on {session.device_name}; "
+        out.print(f"step {done.step} of {training.steps} after {done.seconds:.2f} s on {session.device_name}; "
                   f"loss {done.first_loss:.4f} -> {sum(tail) / len(tail):.4f}; saved in {folder}", markup=False)  # fmt: skip
     if done.stopped:
         raise typer.Exit(128 + signal.Signals[done.stopped])
 
 
 class _Progress:
-    def __init__(self, steps: int) -> None:
+    def __init__(self) -> None:
         import time
 
-        self.steps, self.clock, self.last = steps, time.monotonic, time.monotonic()
+        self.clock, self.last = time.monotonic, time.monotonic()
 
-    def __call__(self, step: int, epoch: int, loss: float, rate: float) -> None:
+    def __call__(self, step: int, steps: int, epoch: int, loss: float, rate: float) -> None:
         if self.clock() - self.last > 2.0:
             self.last = self.clock()
-            err.print(f"epoch {epoch}, step {step}/{self.steps}: loss {loss:.4f}, {rate:.0f} samples/s", markup=False)
+            err.print(f"epoch {epoch}, step {step}/{steps}: loss {loss:.4f}, {rate:.0f} samples/s", markup=False)
 
 
 def feed_of(

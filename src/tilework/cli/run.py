@@ -116,6 +116,9 @@ def command(
     if run_dir is not None:
         from .in_folder import train
 
+        if weights is not None:
+            session.seed(seed)  # not the random state that the weights were saved with: this is another run
+
         if data == "digits" and data_path:
             data = f"digits:{data_path}"
         train(session, run_dir, data=data, epochs=epochs, steps=steps, save_every=save_every, keep=keep, resume=resume,
@@ -123,7 +126,7 @@ def command(
               in_memory=data_in_memory, cache=data_cache,
               log_dir=log_dir, histograms=histograms, images=images, json=json)  # fmt: skip
         return
-    batches = _batches(data, data_path, session, seed)
+    batches = _batches(data, data_path, session, seed, steps)
     if group is not None:
         batches = _of_rank(batches, group.rank, group.size)
     losses: list[float] = []
@@ -236,7 +239,7 @@ def _losses(result: Any, num_steps: int) -> list[float]:
     return [float(v) for v in result.losses.reshape(num_steps, -1).float().mean(1)]
 
 
-def _batches(data: str, folder: Path | None, session: Any, seed: int) -> Callable[[int], Iterable[Any]]:
+def _batches(data: str, folder: Path | None, session: Any, seed: int, steps: int | None) -> Callable[[int], Iterable[Any]]:
     """A function from the epoch's number to its batches."""
     from ..check.check import random_inputs
     from ..errors import UserError
@@ -245,16 +248,17 @@ def _batches(data: str, folder: Path | None, session: Any, seed: int) -> Callabl
     signature = session.manifest.signature
     rows = signature.num_rows or 1
     if data == "random":
-        return lambda epoch: [random_inputs(signature, seed + epoch)]
-    if data == "digits":
-        x, y = digits.load("train", folder)
+        return lambda epoch: itertools.repeat(random_inputs(signature, seed + epoch), steps or 1)
+    form, _, place = data.partition(":")
+    if form == "digits":
+        x, y = digits.load("train", place or folder)
         shape = signature.inputs[0].type.shape
         if math.prod(shape[1:]) != 784 or len(signature.inputs) != 2:
             raise UserError("data-shape", "this artifact does not take digits",
                             found=", ".join(f"{a.name} {a.type.type()}" for a in signature.inputs),
                             expected="images of 784 values, and labels")  # fmt: skip
         return lambda epoch: ((a.reshape(rows, *shape[1:]), b) for a, b in digits.batches(x, y, rows, seed + epoch))
-    if data.partition(":")[0] in FORMS:
+    if form in FORMS:
         from ..data.feed import Position
         from .in_folder import feed_of
 

@@ -7,9 +7,13 @@ takes every n-th batch; the same records are seen in the same order by any numbe
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
+from multiprocessing.synchronize import Event
 from typing import Any
 
 import numpy as np
@@ -101,7 +105,9 @@ class Feed:
     def _tasks(self, order: np.ndarray, position: Position, sizes: Iterator[int]) -> Iterator[_Task]:
         at, rows, ranks = position.batch, self.batch_size, self.ranks
         while at < self.num_batches:
-            count = min(next(sizes), self.num_batches - at)
+            if (size := next(sizes, None)) is None:
+                return
+            count = min(size, self.num_batches - at)
             own = [order[(b * ranks + self.rank) * rows : (b * ranks + self.rank + 1) * rows] for b in range(at, at + count)]
             yield _Task(position.epoch, [b * ranks + self.rank for b in range(at, at + count)], np.concatenate(own))
             at += count
@@ -115,8 +121,9 @@ class Feed:
         return Chunk(tensors, count)
 
     def _by_workers(self, tasks: Iterator[_Task]) -> Iterator[Chunk]:
+        ending = multiprocessing.Event()
         loader = DataLoader(_Tasks(self._reader), batch_size=None, sampler=_Once(tasks), num_workers=self.num_workers,
-                            persistent_workers=False, prefetch_factor=2)  # fmt: skip
+                            persistent_workers=False, prefetch_factor=2, worker_init_fn=_Stays(ending))  # fmt: skip
         state = torch.get_rng_state()  # the loader draws a seed for its workers: nobody else's numbers change by that
         found = iter(loader)
         torch.set_rng_state(state)
@@ -126,6 +133,7 @@ class Feed:
                     raise UserError(read.id, read.summary, found=read.found, expected=read.expected, fix=read.fix)
                 yield self._chunk(read)
         finally:
+            ending.set()
             shutdown = getattr(found, "_shutdown_workers", None)
             if shutdown is not None:
                 shutdown()
@@ -194,6 +202,21 @@ class _Tasks(Dataset):
             return self.reader(task)
         except UserError as e:
             return _Failed(e.id, e.summary, e.found, e.expected, e.fix)
+
+
+class _Stays:
+    """A worker goes on where the signal that ends a job reaches it too: what is read is needed until the training has saved."""
+
+    def __init__(self, ending: Event) -> None:
+        self.ending = ending
+
+    def __call__(self, _: int) -> None:
+        def heard(number: int, _: object) -> None:
+            if self.ending.is_set():
+                os._exit(128 + number)
+
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, heard)
 
 
 @dataclass(frozen=True)

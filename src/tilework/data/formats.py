@@ -8,6 +8,7 @@ from __future__ import annotations
 import gzip
 import os
 import struct
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ _PICTURES = (".tif", ".tiff", ".png", ".jpg", ".jpeg", ".bmp")
 
 def idx(paths: Sequence[str]) -> Arrays:
     """idx files, one for each input and target: plain ones are mapped, gzipped ones are read into memory."""
-    return Arrays([_idx(existing(p)) for p in paths], paths)
+    return Arrays([_idx(existing(p)) for p in paths], paths, pictures=True)
 
 
 def _idx(path: Path) -> np.ndarray:
@@ -39,7 +40,7 @@ def _idx(path: Path) -> np.ndarray:
             if path.suffix == ".gz":
                 return np.frombuffer(f.read(), dtype).reshape(shape)
         return np.memmap(path, dtype, "r", offset=4 + 4 * dims, shape=shape)
-    except (OSError, EOFError, ValueError, KeyError, struct.error) as e:
+    except (OSError, EOFError, ValueError, KeyError, struct.error, zlib.error) as e:
         raise UserError("data-damaged", f"{path}: not a readable idx file", found=f"{type(e).__name__}: {e}") from e
 
 
@@ -57,6 +58,8 @@ def npy(paths: Sequence[str]) -> Arrays:
 def tokens(path: str, length: int, *, same: bool = False, dtype: str = "uint16") -> Each:
     """A file of nothing but token numbers, or a NumPy file: record n is the n-th sequence of `length`, and the same one token
     later. `same`: and the same one again, for models that shift it themselves."""
+    if length < 1:
+        raise ValueError(length)
     if existing(path).suffix == ".npy":
         whole: np.ndarray = npy([path]).arrays[0]  # type: ignore[assignment]
     else:
@@ -95,7 +98,7 @@ def csv(path: str, targets: Sequence[str]) -> Each:
         if len(parts) != len(names):
             raise ValueError(f"{len(parts)} values, expected {len(names)}")
         values = [float(p) for p in parts]
-        return torch.tensor([values[i] for i in own]), torch.tensor([values[i] for i in theirs])
+        return torch.tensor([values[i] for i in own]), torch.tensor([values[i] for i in theirs], dtype=torch.float64)
 
     return Each(len(begins), read, lambda n: f"{path}, line {numbers[n]}")
 
@@ -117,6 +120,8 @@ def pictures(folder: str, size: int) -> Each:
 
     def one(path: Path, mode: str) -> np.ndarray:
         with Image.open(path) as picture:
+            if picture.mode in ("I", "F") or picture.mode.startswith("I;"):  # which would become white or black
+                raise ValueError(f"{path.name} has pixels of type {picture.mode}, expected 8 bits")
             smooth = Image.Resampling.BILINEAR if mode == "RGB" else Image.Resampling.NEAREST
             return np.asarray(picture.convert(mode).resize((size, size), smooth))
 
@@ -126,7 +131,10 @@ def pictures(folder: str, size: int) -> Each:
             raise ValueError("it has no mask, NAME_mask" if name in images else "the mask has no picture")
         picture = torch.from_numpy(one(images[name], "RGB").copy()).permute(2, 0, 1).float() / 255
         mask = torch.from_numpy(one(masks[name], "L").copy()).unsqueeze(0)
-        return picture.contiguous(), (mask > 127).float()
+        most = int(mask.max())
+        if 1 < most <= 127:
+            raise ValueError(f"the mask has values up to {most}, expected 0 and 1, or 0 and 255")
+        return picture.contiguous(), (mask > (127 if most > 1 else 0)).float()
 
     return Each(len(names), read, lambda n: str(images.get(names[n]) or masks[names[n]]))
 

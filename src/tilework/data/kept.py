@@ -24,7 +24,7 @@ from torch import Tensor
 from ..errors import MachineError, UserError
 from .source import BadRecord, Record, Source
 
-FORMAT = 1
+FORMAT = 2
 NOTE = "cache.json"
 CHUNK = 64  # records that are read at a time
 Report = Callable[[str], None]

@@ -57,11 +57,13 @@ def fitted(
     cache: Path | None = None,
     report: Report = lambda _: None,
 ) -> Source:
-    """The source, with records of the types and shapes that the step takes: pictures of bytes become numbers in [0, 1].
+    """The source, with records of the types and shapes that the step takes. Bytes of idx files become numbers in [0, 1].
     `cache`: a folder in which they are kept like that; in_memory: they are read once, now."""
     if not len(source):
         raise UserError("data-empty", f"{what} has no records", expected="at least a batch")
-    found: Source = Fitted(source, wanted, what)
+    as_taken = Fitted(source, wanted, what)
+    _tell_of_bytes(as_taken, report)
+    found: Source = as_taken
     if cache is not None:
         found = kept.on_disk(found, cache, what, wanted, report)
     return kept.in_memory(found) if in_memory else found
@@ -70,6 +72,7 @@ def fitted(
 class Fitted:
     def __init__(self, source: Source, wanted: Wanted, what: str) -> None:
         self.source, self.wanted, self.what = source, wanted, what
+        self.pictures = bool(getattr(source, "pictures", False))
 
     def __len__(self) -> int:
         return len(self.source)
@@ -89,7 +92,7 @@ class Fitted:
 
     def _as(self, tensor: Tensor, numbers: np.ndarray, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         """Of the type that the step takes. What is no whole number is not cut to one."""
-        if tensor.dtype == torch.uint8 and dtype.is_floating_point:
+        if self.pictures and tensor.dtype == torch.uint8 and tensor.ndim > 2 and dtype.is_floating_point:
             return (tensor.to(dtype) / 255).reshape(len(numbers), *shape)
         made = tensor.to(dtype)
         if tensor.dtype != dtype and not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool):
@@ -100,6 +103,17 @@ class Fitted:
                 number = int(numbers[at[0]])
                 raise BadRecord(number, self.place(number), f"{name} has {tensor[tuple(at)].item()}, which is no {kind}")
         return made.reshape(len(numbers), *shape)
+
+
+def _tell_of_bytes(fitted: Fitted, report: Report) -> None:
+    try:
+        found = fitted.source.rows(np.array([0]))
+    except BadRecord:  # whoever trains with it will hear of it
+        return
+    names = [n for t, (n, dtype, _) in zip(found, fitted.wanted, strict=False)
+             if t.dtype == torch.uint8 and dtype.is_floating_point and not fitted.pictures]  # fmt: skip
+    if names:
+        report(f"{fitted.what}: {', '.join(names)}: bytes are taken as they are, as numbers from 0 to 255")
 
 
 def _fits(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import MachineError, UserError
+from ..errors import MachineError, TileworkError, UserError
 
 Record = tuple[Tensor, ...]  # what a step takes, in order, without the batch: inputs, then targets
 
@@ -39,15 +39,17 @@ class BadRecord(Exception):
 
 
 class Arrays:
-    """Tensors or arrays with a row for each record: in memory, or memory maps of files of any size."""
+    """Tensors or arrays with a row for each record: in memory, or memory maps of files of any size. `pictures`: bytes of 0 to 255
+    are brightness, and become 0 to 1 where a step takes floating-point numbers."""
 
-    def __init__(self, arrays: Sequence[Tensor | np.ndarray], names: Sequence[str] = ()) -> None:
+    def __init__(self, arrays: Sequence[Tensor | np.ndarray], names: Sequence[str] = (), *, pictures: bool = False) -> None:
         if not arrays or len({len(a) for a in arrays}) != 1:
             raise UserError("data-shape", "the arrays have different numbers of rows, or there are none",
                             found=", ".join(str(list(a.shape)) for a in arrays) or "none",
                             expected="a row for each record")  # fmt: skip
         self.arrays = [a.detach().contiguous() if isinstance(a, Tensor) else a for a in arrays]
         self.names = list(names) or [f"array {i}" for i in range(len(arrays))]
+        self.pictures = pictures
 
     def __len__(self) -> int:
         return len(self.arrays[0])
@@ -94,7 +96,9 @@ class Each:
     def _one(self, number: int) -> Record:
         try:
             return self._read(number)
-        except (OSError, ValueError, RuntimeError, KeyError, IndexError, EOFError, SyntaxError) as e:
+        except TileworkError:
+            raise
+        except Exception as e:  # whatever a decoder raises
             raise BadRecord(number, self.place(number), f"{type(e).__name__}: {e}") from e
 
     def _first_kinds(self) -> list[str]:

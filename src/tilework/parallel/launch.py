@@ -77,7 +77,7 @@ def launch(
         if number != signal.SIGINT or not from_terminal():  # which has told the ranks as well
             _stop(ranks, number)
 
-    before = {s: signal.signal(s, pass_on) for s in (signal.SIGINT, signal.SIGTERM)}
+    before = {s: signal.signal(s, pass_on) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     try:
         code = _wait(ranks, failed, stops)
     finally:

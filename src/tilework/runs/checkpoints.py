@@ -7,7 +7,8 @@ checkpoints/
     tensors-00001-of-00002.safetensors     rank 1: its buffers, and its share of the rest
 
 A checkpoint is written under another name, made durable, and renamed; whoever is killed in the middle leaves only a folder
-that nobody reads. Ranks agree through the file system, so that saving needs no collective call and can go on in the background.
+that nobody reads. Ranks agree through the file system, so that saving needs no collective call and can go on in the background:
+a rank that cannot write renames the folder (a full disk still lets it), and the others give up at once.
 """
 
 from __future__ import annotations
@@ -66,11 +67,12 @@ class Checkpoints:
             raise UserError("checkpoint-keep", "how many checkpoints to keep", found=str(keep), expected="1 or more")
         self.folder, self.keep, self.rank, self.ranks, self.report = folder, keep, rank, ranks, report
         if rank == 0 and folder.is_dir():  # what a run that was killed left unfinished
-            for old in (*folder.glob(".step-*.part"), *folder.glob(".gone-*")):
+            for old in (*folder.glob(".step-*.part"), *folder.glob(".step-*.failed"), *folder.glob(".gone-*")):
                 shutil.rmtree(old, ignore_errors=True)
         self._writer: threading.Thread | None = None
         self.problem: Exception | None = None  # of the newest save
         self.last_saved: int | None = None
+        self._tried: int | None = None  # the newest save, done or not
 
     # ---- writing ----
 
@@ -116,24 +118,46 @@ class Checkpoints:
         part = self.folder / f".{name_of(saved.step)}.part"
         try:
             self.problem = None
+            if self.rank == 0:
+                self._forget_failed()
+            self._tried = saved.step
             self._write_tensors(part, tensors)
             if self.rank == 0:
                 self._complete(part, saved)
-                self._prune()
+                self._prune(saved.step)
             self.last_saved = saved.step
         except Exception as e:  # reported, and raised by whoever needs this checkpoint
-            if self.rank == 0:
-                shutil.rmtree(part, ignore_errors=True)
+            self._give_up(part)
             self.problem = e
             self.report(f"checkpoint of step {saved.step} was not written: {type(e).__name__}: {e}; "
                         f"earlier ones are kept, and training goes on")  # fmt: skip
 
+    def _give_up(self, part: Path) -> None:
+        """The others are told by the folder's name, and what this rank has written makes room."""
+        failed = _failed(part)
+        if self.ranks == 1:
+            shutil.rmtree(part, ignore_errors=True)
+            return
+        with contextlib.suppress(OSError):
+            part.rename(failed)
+        with contextlib.suppress(OSError):
+            failed.mkdir()
+        with contextlib.suppress(OSError):
+            (failed / file_of(self.rank, self.ranks)).unlink()
+
+    def _forget_failed(self) -> None:
+        """Those that all ranks know of: whoever saves now has done with all saves but the one before."""
+        for old in self.folder.glob(".step-*.failed"):
+            if self._tried is None or old.name != f".{name_of(self._tried)}.failed":
+                shutil.rmtree(old, ignore_errors=True)
+
     def _write_tensors(self, part: Path, tensors: dict[str, Tensor]) -> None:
         if self.rank == 0:
             shutil.rmtree(part, ignore_errors=True)
+            shutil.rmtree(_failed(part), ignore_errors=True)
             part.mkdir(parents=True)
         else:
-            _until(part.is_dir, f"rank 0 has not begun the checkpoint {part}")
+            _until(part.is_dir, part, f"rank 0 has not begun the checkpoint {part}")
         path = part / file_of(self.rank, self.ranks)
         safetensors.torch.save_file({k: t.contiguous() for k, t in tensors.items()}, path)
         with open(path, "rb+") as f:
@@ -145,7 +169,7 @@ class Checkpoints:
     def _complete(self, part: Path, saved: Saved) -> None:
         names = [file_of(r, self.ranks) for r in range(self.ranks)]
         digests = [(part / n).with_suffix(".sha256") for n in names]
-        _until(lambda: all(d.exists() for d in digests), f"not all ranks wrote their files to {part}")
+        _until(lambda: all(d.exists() for d in digests), part, f"not all ranks wrote their files to {part}")
         files = {n: d.read_text() for n, d in zip(names, digests, strict=True)}
         for digest in digests:
             digest.unlink()
@@ -159,9 +183,9 @@ class Checkpoints:
         part.rename(final)
         _sync_folder(self.folder)
 
-    def _prune(self) -> None:
-        """The newest `keep`, and the one with the lowest loss."""
-        steps = self.steps()
+    def _prune(self, newest: int) -> None:
+        """The newest `keep`, and the one with the lowest loss. Later ones than the newest were damaged: they do not count."""
+        steps = [s for s in self.steps() if s <= newest]
         losses = {s: found.metrics["loss"] for s in steps if (found := self._note(s)) is not None and "loss" in found.metrics}
         best = min(losses, key=losses.__getitem__) if losses else None
         for step in steps[: -self.keep]:
@@ -234,7 +258,8 @@ class Checkpoints:
             except TileworkError as e:
                 earlier = [s for s in steps if s < step]
                 then = f"falling back to step {earlier[-1]}" if earlier else "there is no earlier one"
-                self.report(f"{e.summary} ({e.found}); {then}")
+                if self.rank == 0:
+                    self.report(f"{e.summary} ({e.found}); {then}")
         if steps:
             raise UserError("checkpoint-damaged", f"{self.folder}: none of its {len(steps)} checkpoints can be used",
                             fix="start again in another folder, or restore a checkpoint from a copy")  # fmt: skip
@@ -264,9 +289,16 @@ def _sync_folder(path: Path) -> None:
         os.close(number)
 
 
-def _until(met: Callable[[], bool], problem: str) -> None:
+def _failed(part: Path) -> Path:
+    return part.with_suffix(".failed")
+
+
+def _until(met: Callable[[], bool], part: Path, problem: str) -> None:
     end = time.monotonic() + PATIENCE
     while not met():
+        if _failed(part).exists():
+            raise MachineError("checkpoint-ranks", f"another rank could not write its part of {part}",
+                               fix="it says why; that checkpoint is left out")  # fmt: skip
         if time.monotonic() > end:
             raise MachineError("checkpoint-ranks", problem, found=f"nothing after {PATIENCE:.0f} s",
                                fix="all ranks need to see the run's folder: put it on a file system that they share")  # fmt: skip

@@ -14,7 +14,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,7 +54,7 @@ class Done:
 class Training:
     """
     folder      of the run; its checkpoints are in there
-    steps       where to stop, counted from the very beginning
+    steps       where to stop, counted from the very beginning; epochs: passes over the data after which to stop
     save_every  steps between checkpoints; there is always one at the end
     keep        how many of the newest checkpoints to keep, beside the best
     resume      continue from the newest checkpoint, if there is one
@@ -70,7 +70,8 @@ class Training:
         feed: Feed,
         folder: str | Path,
         *,
-        steps: int,
+        steps: int | None = None,
+        epochs: int | None = None,
         save_every: int = 1000,
         keep: int = 3,
         resume: bool = False,
@@ -80,7 +81,7 @@ class Training:
         images: int = 0,
         asked: dict[str, Any] | None = None,
         report: Report = lambda _: None,
-        progress: Callable[[int, int, float, float], None] = lambda *_: None,
+        progress: Callable[[int, int, int, float, float], None] = lambda *_: None,
     ) -> None:
         if save_every < 1:
             raise UserError("checkpoint-keep", "steps between checkpoints", found=str(save_every), expected="1 or more")
@@ -88,7 +89,10 @@ class Training:
         if any(n < 0 or log_dir is None for n in shown.values()):
             raise UserError("run-board", "what TensorBoard is to show", found=", ".join(f"{k} {n}" for k, n in shown.items()),
                             expected="steps between them, 1 or more, and a folder", fix="add log_dir (--log-dir)")  # fmt: skip
-        self.session, self.feed, self.steps, self.save_every = session, feed, steps, save_every
+        if steps is None and epochs is None:
+            raise UserError("run-folder", "nothing says where this run ends", expected="steps or epochs")
+        self.session, self.feed, self.save_every, self._asked_steps, self.epochs = session, feed, save_every, steps, epochs
+        self.steps = steps if steps is not None else 0  # with epochs: known once it is known where the data stand
         self.histograms, self.images = histograms, images
         self._pictures = Pictures(session, feed) if images else None
         self.group = session.group if session.group is not None and session.group.size > 1 else None
@@ -108,7 +112,8 @@ class Training:
         if self.group is not None:
             self.group.barrier()
         rank, ranks = (self.group.rank, self.group.size) if self.group is not None else (0, 1)
-        self.checkpoints = Checkpoints(self.folder.checkpoints, keep=keep, rank=rank, ranks=ranks, report=self.say)
+        speak = self.say if self.first else lambda text: report(f"rank {rank}: {text}")
+        self.checkpoints = Checkpoints(self.folder.checkpoints, keep=keep, rank=rank, ranks=ranks, report=speak)
 
     def say(self, text: str) -> None:
         if self.first:
@@ -120,6 +125,12 @@ class Training:
     def run(self) -> Done:
         begin = time.perf_counter()
         position = self._begin() if self._resume else Position()
+        if self.done.resumed is None:
+            self.session.num_steps = 0  # those that its weights come from are another run's
+        self.steps = self._end_of(position)
+        if self.first:
+            with suppress(OSError):
+                self.folder.note(steps=self.steps)
         self.session.set(self._hyper)
         if self.first:
             self.folder.cut_metrics(self.session.num_steps)
@@ -154,11 +165,23 @@ class Training:
             self.folder.say(f"{state} at step {self.done.step}")
             self.folder.unlock()
 
+    def _end_of(self, position: Position) -> int:
+        """The step to stop at. An epoch's number of steps may have changed since the steps before it (ranks, rows of a batch)."""
+        if self.epochs is None:
+            return self.steps
+        whole = self.session.num_steps + max(0, (self.epochs - position.epoch) * self.feed.num_batches - position.batch)
+        return whole if self._asked_steps is None else min(self._asked_steps, whole)
+
     def _train(self, position: Position) -> None:
-        """The first call is one step: its time says how many steps make a call."""
-        session, started, size, saved = self.session, time.perf_counter(), 0, -1
+        """The first call is one step: its time says how many steps make a call. Where data come more slowly than steps are made,
+        calls become smaller, so that a signal is heard in time."""
+        session, started, size, saved, epoch = self.session, time.perf_counter(), 0, -1, -1
+        most = 1
         while session.num_steps < self.steps and not self.done.stopped:
-            with closing(self.feed.chunks(position, self._sizes(max(size, 1)))) as chunks:
+            if position.epoch != epoch:
+                epoch, most = position.epoch, max(size, 1)
+            with closing(self.feed.chunks(position, self._sizes(most))) as chunks:
+                ended: float | None = None  # when the call before ended
                 for chunk in chunks:
                     begin = time.perf_counter()
                     try:
@@ -166,7 +189,8 @@ class Training:
                     except UserError as e:
                         raise self._blamed(e, chunk, position) from e
                     took = time.perf_counter() - begin
-                    losses, stop, took = self._together(_losses(result, chunk.num_steps), took)
+                    since = time.perf_counter() - ended if ended is not None else took
+                    losses, stop, took, since = self._together(_losses(result, chunk.num_steps), took, since)
                     self._record(losses, took, time.perf_counter() - started, chunk, position)
                     position, now = self._after(position, chunk.num_steps), session.num_steps
                     self._show(now)
@@ -179,9 +203,14 @@ class Training:
                     if stop:
                         self.done.stopped = stop
                         self.say(f"{stop}: saved at step {now}")
-                    if end or not size:
+                    slow = since > 4 * CALL_SECONDS and chunk.num_steps > 1 and since > 2 * took
+                    if slow:  # on all ranks, which have the same times
+                        most = max(1, int(CALL_SECONDS / (since / chunk.num_steps)))
+                    if end or not size or slow:
                         break
+                    ended = time.perf_counter()
             if not size:
+                epoch = -1
                 size = max(1, min(256, int(CALL_SECONDS / max(took, 1e-9)))) if session.fused is not None else 1
         self.checkpoints.wait()
         if (problem := self.checkpoints.problem) is not None and saved == session.num_steps:
@@ -195,24 +224,26 @@ class Training:
         batch = position.batch + count
         return Position(position.epoch + 1) if batch >= self.feed.num_batches else Position(position.epoch, batch)
 
-    def _sizes(self, size: int) -> Iterator[int]:
-        """Steps of each call: none goes past a checkpoint, or what is shown, or the end. They are the same on all ranks."""
-        at = self.session.num_steps
+    def _sizes(self, most: int) -> Iterator[int]:
+        """Steps of each call, more and more: none goes past a checkpoint, or what is shown, or the end. They are the same on all
+        ranks."""
+        at, size = self.session.num_steps, 2
         while at < self.steps:
             stops = [every - at % every for every in (self.save_every, self.histograms, self.images) if every]
-            count = min(size, *stops, self.steps - at)
+            count = min(size, most, *stops, self.steps - at)
             yield count
-            at += count
+            at, size = at + count, 2 * size
 
-    def _together(self, losses: list[float], took: float) -> tuple[list[float], str, float]:
-        """Of all ranks: the mean losses, the signal that any of them got, the mean time."""
+    def _together(self, losses: list[float], took: float, since: float) -> tuple[list[float], str, float, float]:
+        """Of all ranks: the mean losses, the signal that any of them got, the mean times."""
         if self.group is None:
-            return losses, self._signal, took
-        own = torch.tensor([*losses, took, *(float(self._signal == s.name) for s in SIGNALS)], dtype=torch.float64)
+            return losses, self._signal, took, since
+        own = torch.tensor([*losses, took, since, *(float(self._signal == s.name) for s in SIGNALS)], dtype=torch.float64)
         self.group.all_reduce(own)
         found = own.tolist()
-        stop = next((s.name for s, n in zip(SIGNALS, found[len(losses) + 1 :], strict=True) if n), "")
-        return [v / self.group.size for v in found[: len(losses)]], stop, found[len(losses)] / self.group.size
+        stop = next((s.name for s, n in zip(SIGNALS, found[len(losses) + 2 :], strict=True) if n), "")
+        mean = [v / self.group.size for v in found[: len(losses) + 2]]
+        return mean[:-2], stop, mean[-2], mean[-1]
 
     def _record(self, losses: list[float], took: float, since: float, chunk: Chunk, position: Position) -> None:
         now, epoch = self.session.num_steps, position.epoch
@@ -239,7 +270,7 @@ class Training:
                             found=found, expected="a finite number",
                             fix=f"{self._newest()}a smaller learning rate, clip_norm, or a look at the data of that batch may "
                             "help; nothing was saved after it")  # fmt: skip
-        self.progress(now, epoch + 1, losses[-1], rate)
+        self.progress(now, self.steps, epoch + 1, losses[-1], rate)
 
     def _before(self, losses: list[float], bad: int) -> str:
         before = [*self.done.losses][: len(self.done.losses) - len(losses) + bad][-3:]
@@ -342,13 +373,15 @@ class Training:
     def _begin(self) -> Position:
         """From the newest checkpoint that is whole; from the beginning where there is none."""
         found = self.checkpoints.newest()
+        step = found[0].step if found is not None else -1
+        if self.group is not None and len({tuple(t) for t in self.group.tell([step])}) > 1:
+            seen = f"step {step}" if found is not None else "none"
+            raise UserError("checkpoint-damaged", "the ranks see different checkpoints", found=f"{seen} here",
+                            fix="all ranks need to see the run's folder")  # fmt: skip
         if found is None:
             self.say("there is no checkpoint yet: starting from the beginning")
             return Position()
         saved, state = found
-        if self.group is not None and len({tuple(t) for t in self.group.tell([saved.step])}) > 1:
-            raise UserError("checkpoint-damaged", "the ranks see different checkpoints", found=f"step {saved.step} here",
-                            fix="all ranks need to see the run's folder")  # fmt: skip
         self.session.restore(state)
         self.done.resumed = saved.step
         self.say(f"continuing from {name_of(saved.step)}")

@@ -58,7 +58,8 @@ class Layer(nn.Module):
             part(x).view(n, length, self.num_heads, width // self.num_heads).transpose(1, 2)
             for part in (self.query, self.key, self.value)
         )
-        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).reshape(n, length, width)
+        p = self.dropout if self.training else 0.0
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p).transpose(1, 2).reshape(n, length, width)
         x = self.norm1(x + F.dropout(self.attended(attended), self.dropout, self.training))
         inner = self.output(F.gelu(self.intermediate(x)))
         return self.norm2(x + F.dropout(inner, self.dropout, self.training))

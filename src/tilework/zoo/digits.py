@@ -46,7 +46,7 @@ def read_idx(path: Path) -> np.ndarray:
         dims = data[3]
         shape = struct.unpack(f">{dims}I", data[4 : 4 + 4 * dims])
         return np.frombuffer(data, np.uint8, offset=4 + 4 * dims).reshape(shape)
-    except (OSError, EOFError, ValueError, IndexError, struct.error) as e:
+    except (OSError, EOFError, ValueError, IndexError, struct.error, zlib.error) as e:
         raise UserError("data-damaged", f"{path}: not a readable idx file", found=str(e)) from e
 
 

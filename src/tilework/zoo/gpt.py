@@ -56,7 +56,8 @@ class Block(nn.Module):
             part.view(n, length, self.num_heads, width // self.num_heads).transpose(1, 2)
             for part in self.attn(self.ln_1(x)).split(width, dim=2)
         )
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(n, length, width)
+        p = self.dropout if self.training else 0.0
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=p).transpose(1, 2).reshape(n, length, width)
         x = x + F.dropout(self.proj(attended), self.dropout, self.training)
         inner = F.gelu(self.fc(self.ln_2(x)), approximate="tanh")
         return x + F.dropout(self.out(inner), self.dropout, self.training)
