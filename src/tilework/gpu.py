@@ -37,6 +37,7 @@ def _library() -> ctypes.CDLL:
     launch: Any = [c_void_p, *[c_uint] * 7, c_void_p, c_void_p]
     library.cuLaunchKernel.argtypes = [*launch, c_void_p]
     library.cuLaunchCooperativeKernel.argtypes = launch
+    library.cuOccupancyMaxActiveBlocksPerMultiprocessor.argtypes = [ctypes.POINTER(c_int), c_void_p, c_int, ctypes.c_size_t]
     return library
 
 
@@ -62,12 +63,29 @@ def copy_within(to: int, source: int, num_bytes: int) -> None:
         _check(_library().cuMemcpyDtoDAsync_v2(to, source, num_bytes, stream), "a copy on the GPU")
 
 
+def resident(function: c_void_p, threads: int, shared: int) -> int:
+    """Blocks of a kernel that are on a multiprocessor at once."""
+    found = c_int()
+    status = _library().cuOccupancyMaxActiveBlocksPerMultiprocessor(ctypes.byref(found), function, threads, shared)
+    _check(status, "asking how many blocks fit")
+    return found.value
+
+
+_dropped: list[tuple[int, c_void_p]] = []  # (GPU, module) that nobody has any more; the next load unloads them
+
+
 class Module:
-    """Machine code on the GPU, as long as this object lives."""
+    """Machine code on the GPU, until close(), or until this object is gone and another one is loaded."""
 
     def __init__(self, code: bytes, name: str) -> None:
         self._handle = c_void_p()
         self.name = name
+        self._gpu = torch.cuda.current_device()
+        while _dropped:
+            gpu, handle = _dropped.pop()
+            with torch.cuda.device(gpu):
+                torch.cuda.synchronize()
+                _library().cuModuleUnload(handle)
         _check(_library().cuModuleLoadData(ctypes.byref(self._handle), code), f"loading {name}")
 
     def function(self, name: str, shared: int = 0) -> c_void_p:
@@ -81,6 +99,11 @@ class Module:
         if self._handle:
             _library().cuModuleUnload(self._handle)
             self._handle = c_void_p()
+
+    def __del__(self) -> None:
+        """Not unloaded here: this may be any thread at any moment, in the middle of a capture, say."""
+        if self._handle:
+            _dropped.append((self._gpu, self._handle))
 
 
 class Kernel:

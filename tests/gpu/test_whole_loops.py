@@ -179,6 +179,62 @@ def test_a_label_out_of_range_is_noticed() -> None:
     assert emulated.out_of_range
 
 
+class Narrow(torch.nn.Module):
+    """Whole numbers of 8 bits that wrap round, on both sides of a division."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+        wrapped = ((n * 5) > 0).float() + ((n.to(torch.uint8) + 200) // 2).float() / 128 + (-n).float() / 100
+        return (self.linear(x) * wrapped).sum(), wrapped
+
+
+def test_narrow_whole_numbers_wrap_round() -> None:
+    model = Narrow()
+    n = torch.tensor([[30, 100, -128, 7]], dtype=torch.int8)
+    step = tilework.Step(
+        model=model, inputs=(torch.randn(1, 4), n), loss=0, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)
+    )
+    planned, made = staged(step)
+    assert compare(planned, made, owned(made, 2, 32), step, 32, 1) < 1e-6
+
+
+@pytest.mark.parametrize(("queries", "keys", "fused"), [(16, 16, True), (8, 24, False), (24, 8, False)])
+def test_causal_attention_of_other_lengths_is_a_formula(queries: int, keys: int, fused: bool) -> None:
+    """The GPU's fused kernel aligns the mask at the other corner."""
+    from types import SimpleNamespace
+
+    from tilework.compiler.cuda.attention import _fused
+
+    q, k = (SimpleNamespace(meta={"val": torch.empty(1, 2, n, 16, dtype=torch.bfloat16)}) for n in (queries, keys))
+    assert _fused(q, k, k, None, True) == fused and _fused(q, k, k, None, False)
+
+
+def test_every_micro_batch_is_watched() -> None:
+    """A device without kernels: the first of two micro-batches has no number as its loss, the second has one."""
+    from types import SimpleNamespace
+
+    from tilework.runtime.cuda.loop import Bound
+    from tilework.runtime.devices import Call, NotANumber
+
+    buffers = {"output/loss": torch.zeros(()), "param/w": torch.ones(2)}
+    losses = iter([1.0, 2.0, float("nan"), 3.0])
+    nothing = SimpleNamespace(launch=lambda: None)
+    bound = object.__new__(Bound)
+    bound.call = Call(micro="m", update="u", num_steps=2, num_micro_batches=2, watched=("output/loss",), restored=("param/w",))
+    bound.device = SimpleNamespace(memory=SimpleNamespace(tensors=buffers), randoms={}, finish=lambda: None)
+    bound.table = SimpleNamespace(begin=nothing, end=nothing)
+    bound.micro = SimpleNamespace(run=lambda: buffers["output/loss"].fill_(next(losses)))
+    bound.update = SimpleNamespace(run=lambda: buffers["param/w"].sub_(buffers["output/loss"]))
+    bound._bad = torch.zeros((), dtype=torch.bool)
+    bound._run = lambda *_: bound._step()
+    with pytest.raises(NotANumber) as e:
+        bound._watched((), (), ())
+    assert e.value.args == (1,) and buffers["param/w"].tolist() == [-1.0, -1.0]  # as after the first step
+
+
 def test_a_large_step_is_no_single_kernel() -> None:
     with pytest.raises(NotSmall, match="million operations"):
         staged(lenet.build(batch_size=256))

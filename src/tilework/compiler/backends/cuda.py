@@ -119,6 +119,11 @@ def _whole(graph: Graph, target: Any, report: Report) -> tuple[dict[str, bytes],
         code, emitted, owned, how = best.best(graph, target)
     except NotSmall as e:
         return {}, {"whole_loop": f"not one kernel: {e}"}
+    except BugError as e:
+        if e.id != "compile-nvrtc":
+            raise
+        report(f"{graph.name}: the kernel of its whole loop could not be compiled, which is a bug: please report it ({e.found})")
+        return {}, {"whole_loop": f"not one kernel: {e.summary}"}
     report(f"{graph.name}: one kernel for the loop, {owned.num_barriers} barriers a step, {owned.blocks} blocks; {how}")
     entry = {"function": best.NAME, "member": kernels.member(code), "blocks": emitted.blocks, "threads": emitted.threads,
              "shared": emitted.shared, "scratch": emitted.scratch, "buffers": list(emitted.buffers),

@@ -17,10 +17,13 @@ def _kind(x: Any) -> torch.Tensor:
     return x.meta["val"]  # type: ignore[no-any-return]
 
 
-def _fused(q: Any, k: Any, v: Any, mask: Any) -> bool:
+def _fused(q: Any, k: Any, v: Any, mask: Any, causal: bool = False) -> bool:
+    """The GPU's causal kernel lets the last query see the last key; the graph's means that the first sees the first. With as many
+    of both they agree."""
     half = _kind(q).dtype in (torch.bfloat16, torch.float16)
     head = _kind(q).shape[-1]
-    return half and mask is None and head % 8 == 0 and head <= 256 and _kind(q).shape[:2] == _kind(k).shape[:2]
+    square = not causal or _kind(q).shape[-2] == _kind(k).shape[-2]
+    return half and mask is None and head % 8 == 0 and head <= 256 and square and _kind(q).shape[:2] == _kind(k).shape[:2]
 
 
 def _usable(mask: Any, k: Any) -> bool:
@@ -36,7 +39,7 @@ def _expanded(t: Translation, mask: Any, q: Any, k: Any) -> Any:
 
 def _forward(t: Translation, q: Any, k: Any, v: Any, dropout: float = 0.0, causal: bool = False, *, attn_mask: Any = None,
              scale: float | None = None) -> Any:  # fmt: skip
-    if _fused(q, k, v, attn_mask):
+    if _fused(q, k, v, attn_mask, causal):
         made = t.emit(aten._scaled_dot_product_flash_attention.default, q, k, v, 0.0, causal, False, scale=scale)
         t.kept[made[1]] = made
         return made[:2]

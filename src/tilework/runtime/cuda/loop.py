@@ -54,7 +54,7 @@ class Table:
         before = len(rows)
         rows += [(b, _HOW[h], False) for b, h in zip(call.outputs, call.how or ["all"] * len(call.outputs), strict=True)]
         size = ctypes.sizeof(_Head) + max(1, len(rows)) * ctypes.sizeof(_Copy)
-        self._host = torch.zeros(size, dtype=torch.uint8).pin_memory()
+        self._host = torch.zeros(size, dtype=torch.uint8, device="cpu").pin_memory()
         self.memory = torch.zeros(size, dtype=torch.uint8, device=device.torch_device)
         self.head = _Head.from_address(self._host.data_ptr())
         self.copies = (_Copy * max(1, len(rows))).from_address(self._host.data_ptr() + ctypes.sizeof(_Head))
@@ -88,6 +88,7 @@ class Bound:
         self.whole = device.whole_for(call, self.table)  # all steps in one kernel
         self.graphs: dict[int, torch.cuda.CUDAGraph | None] = {}
         self._staged: list[dict[int, Tensor]] = [{}, {}]
+        self._bad = torch.zeros((), dtype=torch.bool, device=device.torch_device)  # a watched number of this step is none
 
     def run(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], scheduled: Sequence[Tensor] = ()) -> None:
         with _ONE:
@@ -115,6 +116,9 @@ class Bound:
             for t, how in zip([*given, *outputs], [*taken, *(call.how or ["all"] * len(outputs))], strict=True)
             if how in ("each", "all", "step")
         )
+        if self.whole is not None:  # which keeps every step's, and adds them up at the end
+            kinds = call.how or ["all"] * len(outputs)
+            per_step += sum(t.numel() * t.element_size() for t, how in zip(outputs, kinds, strict=True) if how == "sum")
         most = max(1, PART // max(1, per_step))
         parts = [(at, min(last, at + most)) for at in range(first, last, most)]
         compute, copies = device.stream, device.copies
@@ -171,7 +175,7 @@ class Bound:
 
     def _in(self, staged: dict[int, Tensor], number: int, t: Tensor, how: str, begin: int, end: int) -> int:
         """The address on the GPU that the first slice of the call would have."""
-        if t.device.type == "cuda":
+        if t.device == self.device.torch_device:
             return t.data_ptr()
         flat = t.view(-1)
         if how in ("each", "step"):
@@ -187,7 +191,7 @@ class Bound:
 
     def _out(self, staged: dict[int, Tensor], number: int, t: Tensor, begin: int, end: int) -> Tensor:
         how = (self.call.how or ["all"] * len(self.call.outputs))[number - len(self.call.inputs) - len(self.call.scheduled)]
-        if t.device.type == "cuda":
+        if t.device == self.device.torch_device:
             return t.view(-1)[begin * t.numel() // self.call.num_steps :] if how == "all" else t.view(-1)
         wanted = (end - begin) * (t.numel() // self.call.num_steps) if how == "all" else t.numel()
         mine = staged.get(number) if how == "all" else self._staged[0].get(number)
@@ -233,6 +237,8 @@ class Bound:
             self.table.begin.launch()
             self.micro.run()
             self.table.end.launch()
+            for name in self.call.watched:
+                self._bad.logical_or_(self.device.memory.tensors[name].isnan().any())
         if self.update:
             self.update.run()
 
@@ -260,12 +266,14 @@ class Bound:
         for step in range(call.num_steps):
             before = {b: buffers[b].clone() for b in call.restored}
             drawn = random.counter if random is not None else 0
+            self._bad.zero_()
             self._run(inputs, outputs, scheduled, step, step + 1)
-            if any(bool(buffers[b].isnan().any()) for b in call.watched):
+            if bool(self._bad):
                 for name, value in before.items():
                     buffers[name].copy_(value)
                 if random is not None:
                     random.counter = drawn
+                device.finish()  # whoever reads the weights now reads these
                 raise NotANumber(step)
 
 

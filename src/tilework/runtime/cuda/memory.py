@@ -48,7 +48,7 @@ class CudaMemory:
     def read(self, buffer: str) -> Tensor:
         """Laid out as the buffer is, on the host."""
         found = self.tensors[buffer]
-        copy = torch.empty_strided(found.shape, found.stride(), dtype=found.dtype)
+        copy = torch.empty_strided(found.shape, found.stride(), dtype=found.dtype, device="cpu")
         return copy.copy_(found)
 
     def write(self, buffer: str, value: Tensor) -> None:

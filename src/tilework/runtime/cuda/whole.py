@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...errors import UserError
-from ...gpu import Kernel, copy_within
+from ...gpu import Kernel, copy_within, resident
 from ..devices import Call
 
 if TYPE_CHECKING:
@@ -32,13 +32,24 @@ class Whole:
         self.left = [b for b in (*call.scheduled, *call.outputs) if b in self.rows]  # what the session holds afterwards
         self.zeroed = call.zeroed
         self.addresses = {b: device.memory.tensors[b].data_ptr() for b in {*self.names, *self.rows}}
-        self.host = torch.zeros(2 * len(self.names), dtype=torch.int64).pin_memory()
+        self.host = torch.zeros(2 * len(self.names), dtype=torch.int64, device="cpu").pin_memory()
         self.places = torch.zeros(2 * len(self.names), dtype=torch.int64, device=device.torch_device)
-        self.wrong = torch.zeros(1, dtype=torch.int32).pin_memory()
+        self.wrong = torch.zeros(1, dtype=torch.int32, device="cpu").pin_memory()
         self.scratch = device.scratch(int(entry["scratch"]))
         self.grid, self.threads, self.shared = (int(entry["blocks"]), 1, 1), int(entry["threads"]), int(entry["shared"])
         self.name = str(entry["function"])
         self.function = device.module(str(entry["member"])).function(self.name, self.shared)
+
+    @staticmethod
+    def fits(device: Device, entry: dict[str, Any]) -> bool:
+        """Whether all of its blocks are on this GPU at once, as they must be to wait for each other. A GPU of the architecture
+        that it was made for may have fewer multiprocessors, or less shared memory."""
+        kind: Any = torch.cuda.get_device_properties(device.torch_device)
+        blocks, threads, shared = int(entry["blocks"]), int(entry["threads"]), int(entry["shared"])
+        if shared > kind.shared_memory_per_block_optin:
+            return False
+        function = device.module(str(entry["member"])).function(str(entry["function"]), shared)
+        return blocks == 1 or resident(function, threads, shared) * kind.multi_processor_count >= blocks
 
     def __call__(self, count: int) -> None:
         """`count` steps, from the table's place in the call on."""
@@ -59,7 +70,7 @@ class Whole:
                 numbers += [copies[row].memory + head.at * copies[row].bytes, copies[row].bytes]
             else:
                 numbers += [copies[row].memory, 0]
-        self.host.copy_(torch.tensor(numbers, dtype=torch.int64))
+        self.host.copy_(torch.tensor(numbers, dtype=torch.int64, device="cpu"))
         self.places.copy_(self.host, non_blocking=True)
         self.scratch[:_COUNTER].zero_()
         for name in self.zeroed:

@@ -53,8 +53,14 @@ class Device:
         self._modules: dict[str, Module] = {}
         self._scratch: Tensor | None = None
         self._artifact = artifact
-        self.loop = self.module(LOOP)
-        self.plans = {name: Plan(plan, self.memory.tensors, self.temporary, self.module) for name, plan in plans.items()}
+        self.plans: dict[str, Plan] = {}
+        try:
+            self.loop = self.module(LOOP)
+            for name, plan in plans.items():
+                self.plans[name] = Plan(plan, self.memory.tensors, self.temporary, self.module)
+        except BaseException:
+            self.close()
+            raise
         self._whole = {name: plan["whole"] for name, plan in plans.items() if plan.get("whole")}
         self.seed(0)
         torch.cuda.synchronize(self.torch_device)
@@ -88,7 +94,8 @@ class Device:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True, warn_only=True)
         try:
-            yield
+            with torch.autocast("cuda", enabled=False):  # the caller's, which would change what operators compute
+                yield
         except RuntimeError as e:
             raise explained(e) from e
         finally:
@@ -105,6 +112,8 @@ class Device:
         entry = self._whole.get(call.micro)
         plain = not call.update and call.num_micro_batches == 1 and not call.watched
         if entry is None or not plain or call.seeds == "keep" or os.environ.get("TILEWORK_WHOLE_LOOP", "1") == "0":
+            return None
+        if not Whole.fits(self, entry):
             return None
         return Whole(self, entry, call, table)
 
@@ -124,14 +133,16 @@ class Device:
         return self.randoms["next"].base, self.randoms["next"].counter, self.randoms["own"].counter
 
     def bind(self, call: Call) -> Bound:
-        return Bound(self, call)
+        with torch.cuda.device(self.torch_device):  # whose memory the kernels' code goes to
+            return Bound(self, call)
 
     def close(self) -> None:
         self.plans.clear()
         if self._modules:
             torch.cuda.synchronize(self.torch_device)
-        for module in self._modules.values():
-            module.close()
+        with torch.cuda.device(self.torch_device):
+            for module in self._modules.values():
+                module.close()
         self._modules.clear()
 
 

@@ -61,7 +61,7 @@ class _Emitter:
         self.homes = owned.homes
         # Slices of the caller's that are brought into the block's memory one step ahead: memory -> where.
         self.fetched = {m.name: 0 for m in self.buffers if m.buffer is not None and is_kind(m.buffer, Kind.INPUT)
-                        and m.name not in self.single and m.num_bytes <= MOST_FETCHED and m.num_bytes % 4 == 0}  # fmt: skip
+                        and m.name not in self.single and m.num_bytes <= MOST_FETCHED and m.size >= 4}  # fmt: skip
         self.scratch: dict[str, int] = {}
 
     def run(self) -> Emitted:
@@ -511,19 +511,19 @@ class _Printing(DefaultHandler):
 
     def _default(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name in _BINARY:
-            return self._let(f"{args[0]} {_BINARY[name]} {args[1]}")
+            return self._let(f"tw_narrow({args[0]}, {args[1]}, {args[0]} {_BINARY[name]} {args[1]})")
         if name in _FUNCTIONS:
             return self._let(f"tw_{name}({', '.join(map(str, args))})")
         raise NotSmall(f"an operation that is not known here: {name}")
 
     def neg(self, x: str) -> str:
-        return self._let(f"-{x}")
+        return self._let(f"tw_narrow({x}, {x}, -{x})")
 
     def logical_not(self, x: str) -> str:
         return self._let(f"!{x}")
 
     def bitwise_not(self, x: str) -> str:
-        return self._let(f"~{x}")
+        return self._let(f"tw_narrow({x}, {x}, ~{x})")
 
     def identity(self, x: str) -> str:
         return x

@@ -72,6 +72,13 @@ __device__ static int tw_within(long long index, long long size, bool wraps, uns
   return (int)index;
 }
 
+// C++ computes with whole numbers of 8 and 16 bits as int; here, as in torch, what does not fit wraps round.
+template <typename A, typename B, typename R> __device__ static R tw_narrow(A, B, R x) { return x; }
+__device__ static signed char tw_narrow(signed char, signed char, int x) { return (signed char)x; }
+__device__ static unsigned char tw_narrow(unsigned char, unsigned char, int x) { return (unsigned char)x; }
+__device__ static short tw_narrow(short, short, int x) { return (short)x; }
+__device__ static unsigned short tw_narrow(unsigned short, unsigned short, int x) { return (unsigned short)x; }
+
 __device__ static float tw_nan() { return nanf(""); }
 __device__ static float tw_infinity() { return __int_as_float(0x7f800000); }
 template <typename T> __device__ static T tw_worst_max() { return (T)-tw_infinity(); }
@@ -109,6 +116,8 @@ template <typename T> __device__ static T tw_reciprocal(T x) { return (T)1 / x; 
 template <typename T> __device__ static bool tw_isnan(T x) { return x != x; }
 template <typename T> __device__ static bool tw_isinf(T x) { return x == (T)tw_infinity() || x == (T)-tw_infinity(); }
 template <typename T> __device__ static T tw_sign(T x) { return (T)((x > 0) - (x < 0)); }
+__device__ static bool tw_signbit(float x) { return copysignf(1.0f, x) < 0; }
+__device__ static bool tw_signbit(double x) { return copysign(1.0, x) < 0; }
 template <typename T> __device__ static bool tw_signbit(T x) { return x < 0; }
 template <typename T> __device__ static T tw_truncdiv(T a, T b) { return a / b; }
 template <typename T> __device__ static T tw_mod(T a, T b) { return a % b; }
