@@ -169,7 +169,7 @@ class Step:
 def _unusable(parameter: torch.Tensor) -> str:
     if isinstance(parameter, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)):
         return "has no shape yet: call the model once before"
-    if parameter.device.type != "cpu":
+    if parameter.device.type not in ("cpu", "meta"):
         return f"is on {parameter.device}: bring the model to the cpu (model.cpu()) before compiling"
     return ""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tilework
+from models import MODELS
+from tilework.capture.capture import capture
 
 REFERENCE = tilework.Options(device="reference")
 
@@ -54,3 +57,60 @@ def test_what_values_do_not_mend(tmp_path: Path) -> None:
     step = tilework.Step(model=model, inputs=(torch.full((5,), 99), torch.randn(4, 3)), examples="shapes")
     with pytest.raises(tilework.UserError, match=r"Using a target size|input size"):
         tilework.compile(step, tmp_path / "m.pef", options=REFERENCE)
+
+
+def test_shapes_show_what_values_show() -> None:
+    """The same graphs, for every model of the suite; and none of them is computed."""
+    for name, make in MODELS.items():
+        with_values, told = capture(make()), list[str]()
+        found = capture(dataclasses.replace(make(), examples="shapes"), report=told.append)
+        assert not any("with values" in line for line in told), name
+        assert {k: g.digest() for k, g in found.sections.items()} == {k: g.digest() for k, g in with_values.sections.items()}
+        assert (found.signature, found.params, found.hyper) == (with_values.signature, with_values.params, with_values.hyper)
+
+
+def test_where_shapes_are_not_enough() -> None:
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not bool((x == x).all()):
+                raise ValueError("not a number")
+            return self.layer(x).sum()
+
+    told: list[str] = []
+    step = tilework.Step(model=Branches(), inputs=(torch.randn(4, 3),), examples="shapes")
+    assert capture(step, report=told.append).signature.checks and any("with values: DataDependent" in line for line in told)
+    with torch.device("meta"):
+        empty = Branches()
+    with pytest.raises(tilework.UserError, match="shapes are not enough") as e:
+        capture(dataclasses.replace(step, model=empty))
+    assert e.value.id == "model-meta"
+
+
+def test_a_model_without_weights(tmp_path: Path) -> None:
+    """On the meta device it is planned and compiled; weights come later. The model itself stays as it is."""
+    model = Both()
+    with torch.device("meta"):
+        empty = Both()
+    tokens, wanted = torch.randint(0, 7, (5,)), torch.rand(5, 3)
+    step = tilework.Step(model=empty, inputs=(tokens, wanted), loss=0, optimizer=torch.optim.Adam(empty.parameters(), 0.1))
+    with pytest.raises(tilework.UserError, match="no weights to write"):
+        tilework.compile(step, tmp_path / "m.pef", options=REFERENCE)
+    tilework.compile(step, tmp_path / "m.pef", options=REFERENCE, weights="none", verify=False)
+    assert all(p.is_meta for p in empty.parameters()) and not step.optimizer.state
+    with tilework.load(tmp_path / "m.pef") as session:
+        session.load_tensors(model.state_dict())
+        for _ in range(3):
+            loss = session.run(tokens, wanted).loss
+        session.to_host(trained := Both())
+    optimizer = torch.optim.Adam(model.parameters(), 0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        expected = model(tokens, wanted)
+        expected.backward()
+        optimizer.step()
+    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(trained.parameters(), model.parameters(), strict=True))

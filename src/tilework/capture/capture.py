@@ -33,6 +33,7 @@ from .reached import as_tensor
 from .reads import Answers, Read
 from .rewrites import captured
 from .seeded import seeded
+from .shapes import NeedsValues, Shapes, with_memory
 from .synchronised import synchronised
 from .trace import gradients, keep_backward_sources, to_graph, trace
 from .watch import Findings, WatchFunctions, WatchOperators
@@ -77,8 +78,19 @@ def capture(
     sections=False: no fwd and bwd of their own, where the loss is known; only the two together (joint).
     constants: those of the steps that were captured before it, for the same artifact."""
     together = synchronised(step.modules, everywhere=sync_batch_norm) if num_replicas > 1 else nullcontext()
+    constants = constants or Constants()
     with _one_at_a_time, together:
-        return _Capture(settled(step), keep_momentum, grad_norm, constants or Constants(), report).run(sections)
+        placed = with_memory(step)
+        if step.examples == "shapes" or placed is not step:
+            try:
+                return _Capture(placed, keep_momentum, grad_norm, constants, report, shapes_only=True).run(sections)
+            except NeedsValues as e:
+                if placed is not step:
+                    raise UserError("model-meta", "the model is on the meta device, and shapes are not enough to capture it",
+                                    found=str(e), fix="give it weights: model.to_empty(device='cpu') and its own "
+                                    "initialization, or load_state_dict()") from e  # fmt: skip
+                report(f"looking at the model with values: {e}")
+        return _Capture(settled(step), keep_momentum, grad_norm, constants, report).run(sections)
 
 
 _one_at_a_time = threading.RLock()  # torch traces in one thread of a process at a time, or fails
@@ -131,9 +143,11 @@ def _ordered_unique(wanted: Sequence[str]) -> list[str]:
 
 class _Capture:
     def __init__(
-        self, step: Step, keep_momentum: bool, grad_norm: bool, constants: Constants, report: Callable[[str], None]
-    ) -> None:
+        self, step: Step, keep_momentum: bool, grad_norm: bool, constants: Constants, report: Callable[[str], None], *,
+        shapes_only: bool = False,
+    ) -> None:  # fmt: skip
         self.step = step
+        self.shapes = Shapes() if shapes_only else None
         self.keep_momentum, self.grad_norm = keep_momentum, grad_norm
         self.report = report
         self.constants = constants
@@ -200,9 +214,11 @@ class _Capture:
     # ---- the parts ----
 
     def _looked_at(self) -> Probe:
-        """What a real run shows. Where the examples are only shapes and there are many rows, some of them are enough; unless
-        Python reads values, which may be of as many rows as there are."""
+        """What a run shows: of shapes, where the examples are only shapes and that is enough; or a real one. Where there are many
+        rows, some of them are enough; unless Python reads values, which may be of as many rows as there are."""
         self.few: list[Tensor] | None = None
+        if self.shapes is not None:
+            return self.shapes.probe(self.step, lambda: self._fresh(self.shapes.of(self.flat)))  # type: ignore[union-attr]
         few = few_rows(self.step, self.flat)
         if few is not None:
             probe = run_probe(self.step, lambda: self._fresh([t.detach().clone() for t in few]))
@@ -397,8 +413,9 @@ class _Capture:
             held = [(m._buffers, dict(m._buffers)) for _, root in self.step.modules for m in root.modules()]
             findings = Findings()
             mode = watch = WatchOperators(findings, self.weights.values())
-            with WatchFunctions(watch):
-                infer(*(self.few or self.flat)[:n], torch.tensor(1))
+            with self.shapes.watching() if self.shapes is not None else nullcontext(), WatchFunctions(watch):
+                examples = self.shapes.of(self.flat) if self.shapes is not None else self.few or self.flat
+                infer(*examples[:n], torch.tensor(1))
             watch.put_back()
             refuse(findings)
             for buffers, before in held:  # forward may have put new tensors in their place

@@ -10,12 +10,13 @@ import inspect
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..artifact.structure import Structure, flatten, flatten_outputs, names
 from ..errors import Place, TileworkError, TileworkWarning, UserError
@@ -137,21 +138,22 @@ class _Run:
     gate: Gate | None
 
 
-def run_probe(step: Step, example: Callable[[], tuple[Any, Any]]) -> Probe:
-    """`example` gives fresh (inputs, targets) as leaves that the step may use and change."""
+def run_probe(step: Step, example: Callable[[], tuple[Any, Any]], mode: FakeTensorMode | None = None) -> Probe:
+    """`example` gives fresh (inputs, targets) as leaves that the step may use and change. `mode`: one in which nothing is
+    computed (shapes.py)."""
     try:
-        return _probe(step, example, masks=True)
+        return _probe(step, example, True, mode)
     except NotMasked:
-        return _probe(step, example, masks=False)
+        return _probe(step, example, False, mode)
 
 
-def _probe(step: Step, example: Callable[[], tuple[Any, Any]], masks: bool) -> Probe:
+def _probe(step: Step, example: Callable[[], tuple[Any, Any]], masks: bool, mode: FakeTensorMode | None) -> Probe:
     findings, chances, decided = Findings(), list[Chance](), False
     with preserved(step), torch.enable_grad(), ExitStack() as stack:
 
         def run(line_at: int | None = None, tell: bool = False) -> _Run:
             gate = Gate(step.modules, chances, replaces=True) if decided else None
-            return _watched(step, example, findings, stack, line_at, masks=masks, tell=tell, gate=gate)
+            return _watched(step, example, findings, stack, line_at, masks=masks, tell=tell, gate=gate, mode=mode)
 
         first = run(tell=True)
         if first.undecided:
@@ -220,6 +222,7 @@ def _watched(
     tell: bool,
     gate: Gate | None = None,
     tries: bool = False,
+    mode: FakeTensorMode | None = None,
 ) -> _Run:
     """Forward and backward. Values that it changed are put back when `stack` ends."""
     inputs, targets = example()
@@ -232,7 +235,7 @@ def _watched(
     grads: dict[str, Tensor] = {}
     python = WatchPython(findings, calls=not tries)
     with model_errors(), captured(masks=masks), seeded(torch.tensor(1), module_names=module_names) as random:
-        with python, WatchFunctions(operators), operators, ExitStack() as hooks:
+        with mode or nullcontext(), python, WatchFunctions(operators), operators, ExitStack() as hooks:
             if gate is not None:
                 gate.random = random
                 hooks.enter_context(gate.watching())
@@ -241,7 +244,9 @@ def _watched(
             sources = [o for o in outputs if o.requires_grad]
             if sources and trainable:
                 made = gradients(sources, list(trainable.values()), [torch.ones_like(o) for o in sources])
-                grads = {k: g for k, g in zip(trainable, made, strict=True) if g is not None}
+                if tries:  # otherwise they only take memory
+                    grads = {k: g for k, g in zip(trainable, made, strict=True) if g is not None}
+                del made
     if operators.fixed and tell:
         warnings.warn("numbers that depend on integer inputs are fixed in the artifact, and checked in each run: "
                       + "; ".join(dict.fromkeys(operators.fixed)), TileworkWarning, stacklevel=2)  # fmt: skip

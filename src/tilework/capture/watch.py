@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, UntypedStorage, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -212,7 +213,8 @@ class WatchOperators(TorchDispatchMode):
         written = _written_tensors(func, args, kwargs) if func._schema.is_mutable else []
         self.origins.note(func, args, inputs, _tensors(result), written)
         if func is aten.lift_fresh.default and args[0].numel() <= 64:
-            self.log.append(args[0].tolist())  # a constant that Python made
+            with unset_fake_temporarily():
+                self.log.append(args[0].tolist())  # a constant that Python made
         return result
 
     def _note_read(self, func: Any, args: Any, value: Any, constant: bool) -> None:
@@ -248,7 +250,8 @@ class WatchOperators(TorchDispatchMode):
             if key in self.made or key in self.saved:
                 continue
             storage = t.untyped_storage()
-            self.saved[key] = (storage, storage.clone())
+            with unset_fake_temporarily():
+                self.saved[key] = (storage, storage.clone())
             if key not in self.allowed:
                 self.findings.add("outside", *_OUTSIDE)
 

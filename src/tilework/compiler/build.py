@@ -77,6 +77,10 @@ def compile_step(
     has one."""
     path, steps = Path(path), [step] if isinstance(step, Step) else list(step)
     options = options or Options()
+    if (weights != "none" or judge is not None) and any(t.is_meta for _, m in steps[0].modules for t in m.parameters()):
+        raise UserError("model-meta", "the model is on the meta device: it has no weights to write, and nothing to compare",
+                        expected="weights='none' and verify=False (--weights none --no-verify)",
+                        fix="compile it so, and load weights into the session: session.load(...)")  # fmt: skip
     beside = path.with_suffix(".safetensors") if weights == "separate" else None
     if beside is not None:
         require_replaceable(beside)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..step import Step
-from .common import chosen, examples, generator
+from .common import chosen, examples, fitting, generator
 from .gpt import chain, decayed
 
 IGNORED = -100  # label of a word that was not masked
@@ -104,7 +104,7 @@ def build(size: str = "tiny", batch_size: int | None = None, lr: float = 1e-3, w
           precision: Any = "float32", **changes: Any) -> Step:  # fmt: skip
     config = chosen(SIZES, size, {"batch_size": batch_size, **changes})
     torch.manual_seed(0)
-    model = Bert(config)
+    model = fitting(lambda: Bert(config))
     return Step(
         model=model,
         loss=0,

@@ -11,16 +11,19 @@ synthetic(config, rows, seed)       data with something to learn: the step's inp
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import Any, Literal, TypeVar
 
 import torch
+from torch import nn
 
 from ..errors import UserError, did_you_mean
 
 MODELS = ("bert", "braggnn", "cosmic", "dcrnn", "fno", "gpt", "llama", "phase", "resnet", "uno", "unet", "vit")
 C = TypeVar("C")
+M = TypeVar("M", bound=nn.Module)
 
 
 def chosen(sizes: Mapping[str, C], size: str, changes: Mapping[str, Any]) -> C:
@@ -34,6 +37,16 @@ def chosen(sizes: Mapping[str, C], size: str, changes: Mapping[str, Any]) -> C:
         raise UserError("zoo-field", f"this model has no setting {unknown!r}", expected=did_you_mean(unknown, known))
     given = {k: v for k, v in changes.items() if v is not None}
     return replace(config, **given)  # type: ignore[type-var]
+
+
+def fitting(make: Callable[[], M]) -> M:
+    """The model; on the meta device, without weights, where they would take most of this machine's memory. So its plan can be
+    printed anywhere, and it can be compiled without weights."""
+    with torch.device("meta"):
+        empty = make()
+    size = sum(p.nbytes for p in empty.parameters())
+    room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return empty if size > room // 2 else make()
 
 
 def examples(size: str) -> Literal["data", "shapes"]:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..step import Step
-from .common import chosen, examples, generator
+from .common import chosen, examples, fitting, generator
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def build(
 ) -> Step:
     config = chosen(SIZES, size, {"batch_size": batch_size, **changes})
     torch.manual_seed(0)
-    model = GPT(config)
+    model = fitting(lambda: GPT(config))
     return Step(
         model=model,
         loss=0,

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..step import Step
-from .common import chosen, examples
+from .common import chosen, examples, fitting
 from .gpt import decayed
 from .gpt import synthetic as synthetic  # sequences in which each token has two successors
 
@@ -121,7 +121,7 @@ def build(size: str = "tiny", batch_size: int | None = None, lr: float = 3e-4, w
           precision: Any = "float32", **changes: Any) -> Step:  # fmt: skip
     config = chosen(SIZES, size, {"batch_size": batch_size, **changes})
     torch.manual_seed(0)
-    model = Llama(config)
+    model = fitting(lambda: Llama(config))
     return Step(
         model=model,
         loss=0,

@@ -117,6 +117,40 @@ def test_what_may_not_change_after_the_compile(first, second) -> None:
     executor(*first)
 
 
+def scaled(a, b, scale=2.0, *, extra=None):
+    return (a - b) * scale if extra is None else extra
+
+
+class Scaled(nn.Module):
+    def forward(self, a, b, scale=2.0, *, extra=None):
+        return scaled(a, b, scale, extra=extra)
+
+
+WAYS = [
+    ((), {"a": X, "b": X + 1}), ((), {"b": X + 1, "a": X}), ((X,), {"b": X + 1}), ((X, X + 1), {}), ((X, X + 1, 2.0), {}),
+    ((X, X + 1), {"extra": None}), ((), {"extra": None, "scale": 2.0, "b": X + 1, "a": X}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("first", range(len(WAYS)))
+def test_the_same_arguments_in_another_way(first: int) -> None:
+    """By position or by name, in any order, with defaults or without."""
+    executor = poptorch.inferenceModel(Scaled(), options())
+    for args, kwargs in (WAYS[first], *WAYS):
+        equal(executor(*args, **kwargs), scaled(*args, **kwargs))
+    with pytest.raises(poptorch.Error, match=r"(?s)has another value than when.*3\.0.*2\.0"):
+        executor(X, X, scale=3.0)
+    for args, kwargs in [((X,), {}), ((X, X), {"extra": X}), ((X, X), {"other": X}), ((X, X, 2.0, None), {})]:
+        with pytest.raises(poptorch.Error):
+            executor(*args, **kwargs)
+
+
+def test_arguments_by_any_name_in_another_order() -> None:
+    executor = poptorch.inferenceModel(Run(lambda **named: named["a"] - named["b"]), options())
+    equal(executor(a=X, b=X * 3), -2 * X)
+    equal(executor(b=X * 3, a=X), -2 * X)
+
+
 def test_the_text_of_a_changed_shape() -> None:
     executor = poptorch.inferenceModel(Run(lambda x: x * 2), options())
     executor(torch.zeros(1))
@@ -177,6 +211,66 @@ def test_half_activations_beside_float_weights() -> None:
     out = poptorch.inferenceModel(conv, options())(image.half())
     assert out.dtype == torch.float16
     torch.testing.assert_close(out.float(), conv(image), rtol=1e-2, atol=1e-2)
+
+
+MIXED = {
+    "attention": (nn.MultiheadAttention(8, 2, batch_first=True), lambda m, x: m(x, x, x)[0]),
+    "encoder": (nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), lambda m, x: m(x)),
+    "encoder, evaluated": (nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval(), lambda m, x: m(x)),
+    "lstm": (nn.LSTM(8, 8, batch_first=True), lambda m, x: m(x)[0]),
+    "lstm with a state": (nn.LSTM(8, 8, batch_first=True), lambda m, x: m(x, (x.new_zeros(1, 2, 8),) * 2)[1][1]),
+    "gru": (nn.GRU(8, 8, num_layers=2), lambda m, x: m(x)[0]),
+    "rnn": (nn.RNN(8, 8), lambda m, x: m(x)[0]),
+    "lstm cell": (nn.LSTMCell(8, 8), lambda m, x: m(x[:, 0])[0]),
+    "prelu": (nn.PReLU(5), lambda m, x: m(x)),
+}
+
+
+class Core(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.core, self.fc, self._name = twin(MIXED[name][0]), nn.Linear(8, 3), name
+
+    def forward(self, x, y=None):
+        out = MIXED[self._name][1](self.core, x)
+        if y is None:
+            return out
+        return out, nn.functional.cross_entropy(self.fc(out).flatten(0, -2).float(), y)
+
+
+@pytest.mark.parametrize("kinds", ["half activations", "half weights"])
+@pytest.mark.parametrize("name", MIXED)
+def test_layers_of_16_bits_beside_32(name: str, kinds: str) -> None:
+    model = Core(name)
+    x = torch.randn(2, 5, 8)
+    expected = model(x).detach()
+    if kinds == "half weights":
+        model.core.half()
+    given = x if kinds == "half weights" else x.half()
+    out = poptorch.inferenceModel(model, options())(given)
+    assert out.dtype == torch.float16 or name.startswith("encoder")  # its sum with a float32 input is float32
+    torch.testing.assert_close(out.float(), expected, rtol=1e-2, atol=1e-2)
+    y = torch.randint(3, (expected[..., 0].numel(),))
+    before = [p.detach().clone() for p in model.core.parameters()]
+    poptorch.trainingModel(model, options(), poptorch.optim.SGD(model.parameters(), lr=1.0))(given, y)
+    assert any(not torch.equal(p, b) for p, b in zip(model.core.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize(("kind", "model"), [
+    (torch.float64, nn.Linear(8, 3)), (torch.bfloat16, nn.Linear(8, 3)), (torch.float64, nn.LSTM(8, 3)),
+], ids=str)  # fmt: skip
+def test_a_model_of_wide_types_is_refused(kind: torch.dtype, model: nn.Module) -> None:
+    """Its inputs are float32 on the device."""
+    name = str(kind).removeprefix("torch.")
+    with pytest.raises(poptorch.Error, match=rf"(?s)weights of {name}, inputs of float32.*model\.float\(\)"):
+        poptorch.inferenceModel(model.to(kind), options())(torch.randn(2, 2, 8).to(kind))
+    poptorch.inferenceModel(model.float(), options())(torch.randn(2, 2, 8).to(kind))
+
+
+def test_types_that_nothing_mixes_are_refused_with_advice() -> None:
+    with pytest.raises(RuntimeError, match=r"(?s)types of its weights and inputs.*Half.*give them one type") as e:
+        infer(lambda x, y: torch.dot(x, y), torch.ones(3).half(), torch.ones(3))
+    assert isinstance(e.value, poptorch.Error)
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm2d, lambda c: nn.InstanceNorm2d(c, affine=True, track_running_stats=True)])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pop_helpers import Classifier, data, eager
+from pop_helpers import Classifier, data, eager, options
 
 import popdist
 import poptorch
@@ -202,6 +202,25 @@ def test_a_number_of_ipus_that_is_not_popruns(started) -> None:
     assert popdist.poptorch.Options(ipus_per_replica=2).device_iterations == 1
     with pytest.raises(RuntimeError, match="not that of poprun"):
         popdist.poptorch.Options(ipus_per_replica=3)
+
+
+def test_processes_that_no_launcher_has_started_do_not_train_alone() -> None:
+    opts = options()
+    opts.Distributed.configureProcessId(0, 2)
+    model = Classifier()
+    x, y = data(4)
+    assert poptorch.inferenceModel(model, opts)(x).shape == (4, 3)
+    executor = poptorch.trainingModel(model, opts, poptorch.optim.SGD(model.parameters(), lr=0.1))
+    before = model.fc.weight.detach().clone()
+    for _ in range(2):
+        with pytest.raises(poptorch.Error, match=r"(?s)not started together.*poprun --num-instances=2 or mpirun -n 2"):
+            executor(x, y)
+    assert torch.equal(model.fc.weight, before)
+    executor.destroy()
+    opts = opts.clone()
+    opts.Distributed.disable()
+    poptorch.trainingModel(model, opts, poptorch.optim.SGD(model.parameters(), lr=0.1))(x, y)
+    assert not torch.equal(model.fc.weight, before)
 
 
 def test_functions_in_some_instances() -> None:

@@ -147,6 +147,25 @@ def test_processes_divide_the_data() -> None:
     assert [len(s) for s in shares(11, 2, batch_size=2)[0]] == [4, 4]  # as many batches each
 
 
+@pytest.mark.parametrize("mode", MODES, ids=lambda m: m.name)
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_no_row_is_lost_where_the_last_batch_is_kept(shuffle: bool, mode: DataLoaderMode) -> None:
+    first, second = shares(105, 2, batch_size=10, drop_last=False, shuffle=shuffle, mode=mode)[0]
+    assert (len(first), len(second)) == (53, 52) and sorted(first + second) == list(range(105))
+    assert [len(s) for s in shares(2, 3, drop_last=False)[0]] == [1, 1, 0]
+
+
+@pytest.mark.parametrize("arguments", [
+    {"sampler": SequentialSampler(range(8))},
+    {"batch_sampler": BatchSampler(SequentialSampler(range(8)), 4, drop_last=True)},
+], ids=list)  # fmt: skip
+def test_samplers_are_not_divided(arguments) -> None:
+    with pytest.raises(AssertionError, match="auto_distributed_partitioning=False"):
+        shares(8, 2, **arguments)
+    both = shares(8, 2, auto_distributed_partitioning=False, **arguments)[0]
+    assert both == [list(range(8))] * 2 == shares(8, 1, **arguments)[0] * 2
+
+
 def test_processes_shuffle_together() -> None:
     epochs = shares(12, 2, epochs=3, batch_size=2, shuffle=True)
     for epoch in epochs:
@@ -231,6 +250,13 @@ def test_nothing_runs_on_after_terminate() -> None:
         iter(loader)
 
 
+def test_there_is_nothing_to_end_in_the_mode_sync() -> None:
+    loader = DataLoader(options(), Numbers(4), batch_size=2)
+    before = rows(loader)
+    loader.terminate()
+    assert rows(loader) == before == [[0, 1], [2, 3]]
+
+
 def test_nothing_runs_on_after_the_loader_is_gone() -> None:
     loader = AsynchronousDataAccessor(Numbers(1000))
     next(iter(loader))
@@ -243,6 +269,82 @@ def test_a_loop_that_is_left_early() -> None:
     for _ in loader:
         break
     assert rows(loader) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    loader.terminate()
+
+
+class Slow(Numbers):
+    def __getitem__(self, i: int):
+        if i == 2:
+            time.sleep(0.6)
+        return super().__getitem__(i)
+
+
+@pytest.fixture
+def impatient(monkeypatch) -> None:
+    """Who leaves a loop does not wait until the thread has ended."""
+    monkeypatch.setattr(poptorch.accessor, "_GRACE", 0.05)
+
+
+def test_a_loop_that_is_left_early_while_a_worker_is_busy(impatient) -> None:
+    loader = DataLoader(options(), Slow(6), batch_size=2, mode=DataLoaderMode.Async, num_workers=1)
+    for _ in loader:
+        break
+    assert rows(loader) == [[0, 1], [2, 3], [4, 5]]
+    loader.terminate()
+    assert settle() == []
+
+
+class OneReader(Numbers):
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.begun, self.go, self.readers, self.most = threading.Event(), threading.Event(), 0, 0
+
+    def __getitem__(self, i: int):
+        self.readers += 1
+        self.most = max(self.most, self.readers)
+        if i == 2:
+            self.begun.set()
+            self.go.wait()
+        self.readers -= 1
+        return super().__getitem__(i)
+
+
+def test_one_thread_at_a_time_reads_the_data(impatient) -> None:
+    numbers = OneReader(4)
+    accessor = AsynchronousDataAccessor(numbers)
+    next(iter(accessor))
+    numbers.begun.wait()
+    accessor.terminate()
+    assert names()  # it is still reading
+    threading.Timer(0.3, numbers.go.set).start()
+    assert [int(x) for x, _ in accessor] == [0, 1, 2, 3] and numbers.most == 1
+    accessor.terminate()
+
+
+class Named(Numbers):
+    def __getitem__(self, i: int):
+        return {"x": torch.tensor(float(i)), "name": f"row {i}", "pair": (i, b"%d" % i)}
+
+
+def test_texts_are_put_together_like_rows() -> None:
+    ours = list(DataLoader(options(), Named(7), batch_size=3, mode=DataLoaderMode.AsyncRebatched, drop_last=False,
+                           rebatched_worker_size=2))  # fmt: skip
+    theirs = list(DataLoader(options(), Named(7), batch_size=3, drop_last=False))
+    assert len(ours) == len(theirs) == 3
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.equal(a["x"], b["x"]) and a["name"] == b["name"] and a["pair"][1] == b["pair"][1]
+        assert torch.equal(a["pair"][0], b["pair"][0])
+
+
+@pytest.mark.parametrize(("collate", "found"), [
+    (lambda batch: [torch.tensor([x for x, _ in batch]), None], "NoneType"),
+    (lambda batch: [torch.tensor([x for x, _ in batch]), torch.tensor(1.0)], "without dimensions"),
+    (lambda batch: [torch.tensor([x for x, _ in batch]), torch.zeros(5)], "different numbers of rows"),
+])  # fmt: skip
+def test_what_cannot_be_rebatched_is_refused(collate, found: str) -> None:
+    loader = DataLoader(options(), Numbers(4), batch_size=2, mode=DataLoaderMode.AsyncRebatched, collate_fn=collate)
+    with pytest.raises(poptorch.Error, match=found):
+        list(loader)
     loader.terminate()
 
 

@@ -92,6 +92,56 @@ def test_a_loss_that_is_changed_afterwards(loss) -> None:
     same(marked, expected)
 
 
+class FromZero(nn.Module):
+    """A loss with something beside it that changes no value at first."""
+
+    def __init__(self, loss) -> None:
+        super().__init__()
+        self.fc, self.delta, self._loss = nn.Linear(4, 3), nn.Parameter(torch.zeros(3)), loss
+        self.register_buffer("one", torch.ones(()))
+
+    def forward(self, x, y):
+        out = self.fc(x) + self.delta
+        return out, self._loss(self, F.mse_loss(out, y))
+
+
+@pytest.mark.parametrize("loss", [
+    lambda m, value: value + 10 * m.delta.square().sum(),
+    lambda m, value: value * m.one,
+    lambda m, value: torch.maximum(value, value * m.one).view(1),
+    lambda m, value: value.expand(2).sum() / 2,
+    lambda m, value: (value + m.delta.square().sum(), value.detach()),
+], ids=["penalty", "buffer", "maximum", "reduced", "detached beside it"])  # fmt: skip
+def test_a_change_that_is_none_at_the_first_call(loss) -> None:
+    model = FromZero(loss)
+    with pytest.raises(poptorch.Error, match="that change would not be trained"):
+        poptorch.trainingModel(model, options(), torch.optim.SGD(model.parameters(), lr=0.1))(X, TARGET)
+
+
+COPIES = {
+    "view": lambda v: v.view(1), "reshape": lambda v: v.reshape(1, 1).squeeze(0), "unsqueeze": lambda v: v.unsqueeze(0),
+    "squeeze": lambda v: v[None, None].squeeze((0, 1)), "expand": lambda v: v.expand(1), "clone": torch.clone,
+    "half": lambda v: v.half(), "double": lambda v: v.double(), "stack": lambda v: torch.stack([v]),
+    "item": lambda v: v.view(1)[0],
+    "mean": lambda v: v.view(1).mean(), "sum": torch.sum, "copied": lambda v: torch.zeros(()).copy_(v), "nop": poptorch.nop,
+    "checkpoint": poptorch.recomputationCheckpoint, "itself": lambda v: v, "detached": lambda v: 10 * v.detach(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_a_copy_of_the_loss_is_the_loss(name: str) -> None:
+    model = Net(lambda o, y: COPIES[name](F.mse_loss(o, y)))
+    expected = update(model, TARGET, F.mse_loss)
+    poptorch.trainingModel(model, options(), torch.optim.SGD(model.parameters(), lr=0.1))(X, TARGET)
+    same(model, expected)
+
+
+def test_a_part_of_a_loss_is_not_the_loss() -> None:
+    model = Net(lambda o, y: F.mse_loss(o, y, reduction="none")[0])
+    with pytest.raises(poptorch.Error, match="that change would not be trained"):
+        poptorch.trainingModel(model, options(), torch.optim.SGD(model.parameters(), lr=0.1))(X, TARGET)
+
+
 def test_what_is_made_of_a_loss_may_be_returned_beside_it() -> None:
     model = Net(lambda o, y: (value := F.mse_loss(o, y), 10 * value))
     expected = update(model, TARGET, F.mse_loss)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import warnings
 
 import pytest
@@ -319,3 +321,296 @@ def test_half_models(kind, plain, device: str, monkeypatch: pytest.MonkeyPatch) 
     torch.testing.assert_close(model.fc.weight.detach().float(), wide.fc.weight.detach(), rtol=1e-2, atol=6e-3)
     state = {k: t.dtype for k, t in executor._device.session.tensors().items() if "fc.weight/" in k}
     assert set(state.values()) <= {torch.float32}
+
+
+# ---- what setOptimizer cannot apply ----
+
+
+def _swapped(m):
+    return P.SGD([{"params": [m.fc.bias], "lr": 0.5}, {"params": [m.fc.weight], "lr": 0.0}], lr=0.1)
+
+
+def _dampened(m):
+    return T.SGD(m.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
+
+
+REFUSED = {
+    "a switch": (lambda m: P.SGD(m.parameters(), lr=0.1, momentum=0.9),
+                 lambda m: P.SGD(m.parameters(), lr=0.1, momentum=0.9, nesterov=True), "nesterov in group 0"),
+    "groups swapped": (lambda m: P.SGD([{"params": [m.fc.weight]}, {"params": [m.fc.bias]}], lr=0.1), _swapped,
+                       "set of parameters in group 0"),
+    "a parameter less": (lambda m: P.SGD(m.parameters(), lr=0.1), lambda m: P.SGD([m.fc.weight], lr=0.1), "without fc.bias"),
+    "a parameter more": (lambda m: P.SGD([m.fc.weight], lr=0.1), lambda m: P.SGD(m.parameters(), lr=0.1), "with fc.bias"),
+    "another model's": (lambda m: P.SGD(m.parameters(), lr=0.1), lambda m: P.SGD(twin(m).parameters(), lr=0.1), "without"),
+    "dampening": (lambda m: T.SGD(m.parameters(), lr=0.1, momentum=0.9), _dampened, "another dampening"),
+    "momentum": (lambda m: T.SGD(m.parameters(), lr=0.1), lambda m: T.SGD(m.parameters(), lr=0.1, momentum=0.5),
+                 "another momentum"),
+    "no clip any more": (lambda m: P.SGD(m.parameters(), lr=0.1, max_grad_norm=1.0), lambda m: P.SGD(m.parameters(), lr=0.1),
+                         "another max_grad_norm"),
+    "a limit": (lambda m: P.LAMB(m.parameters(), max_weight_norm=1.0),
+                lambda m: P.LAMB(m.parameters(), max_weight_norm=2.0), "another max_weight_norm"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("is_attached", [True, False])
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_compiled_in_cannot_be_changed(name: str, is_attached: bool) -> None:
+    before, after, text = REFUSED[name]
+    model = Classifier()
+    optimizer = before(model)
+    executor, _ = trained(model=model, optimizer=optimizer)
+    executor(*data(4))
+    if not is_attached:
+        executor.detachFromDevice()
+    with pytest.raises(poptorch.Error, match=text):
+        executor.setOptimizer(after(model))
+    executor.setOptimizer(optimizer)
+    executor(*data(4))
+
+
+def test_a_switch_that_was_changed_in_the_same_optimizer() -> None:
+    model = Classifier()
+    optimizer = P.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    executor, _ = trained(model=model, optimizer=optimizer)
+    executor(*data(4))
+    optimizer.param_groups[0]["nesterov"] = True
+    with pytest.raises(poptorch.Error, match="nesterov"):
+        executor.setOptimizer(optimizer)
+    executor.destroy()  # as the error says
+    other, theirs = twin(model), T.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
+    executor.setOptimizer(P.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True))
+    executor(*data(4))
+    theirs = T.SGD(other.parameters(), lr=0.1, momentum=0.9, nesterov=True)
+    eager(other, theirs, *data(4), 1, 1, 1)
+    same(model, other)
+
+
+def test_a_clip_that_was_given_can_be_changed() -> None:
+    model = Classifier()
+    other = twin(model)
+    optimizer = P.SGD(model.parameters(), lr=0.5, max_grad_norm=0.05)
+    executor, _ = trained(model=model, optimizer=optimizer)
+    theirs, (x, y) = T.SGD(other.parameters(), lr=0.5), data(4)
+    for norm in (0.05, 0.2):
+        optimizer.max_grad_norm = norm
+        if executor.isCompiled():
+            executor.setOptimizer(optimizer)
+        executor(x, y)
+        eager(other, theirs, x, y, 1, 1, 1, after=lambda n=norm: torch.nn.utils.clip_grad_norm_(other.parameters(), n))
+    same(model, other)
+
+
+def test_parameters_that_are_not_trained_are_nobodys_difference() -> None:
+    model = Classifier()
+    model.fc.bias.requires_grad_(False)
+    executor, _ = trained(model=model, optimizer=P.SGD(model.parameters(), lr=0.1))
+    executor(*data(4))
+    executor.setOptimizer(P.SGD([p for p in model.parameters() if p.requires_grad], lr=0.2))
+    executor(*data(4))
+
+
+def test_setOptimizer_copies_no_weights() -> None:
+    model = Classifier()
+    optimizer = P.SGD(model.parameters(), lr=0.1)
+    executor, _ = trained(model=model, optimizer=optimizer)
+    executor(*data(4))
+    executor.setOptimizer(optimizer)
+    assert executor._shared.is_stale
+
+
+@pytest.mark.parametrize("as_group", [True, False])
+def test_scalings_of_groups_have_no_effect(as_group: bool, capsys) -> None:
+    poptorch.setLogLevel("WARN")
+    model = Classifier()
+    if as_group:
+        optimizer = P.SGD([{"params": model.parameters(), "velocity_scaling": 2.0}], lr=0.1, momentum=0.9)
+    else:
+        optimizer = P.SGD(model.parameters(), lr=0.1, momentum=0.9, velocity_scaling=2.0)
+    group = optimizer.param_groups[0]
+    assert group["velocity_scaling"] == 2.0 and group["loss_scaling"] == 1.0
+    executor, _ = trained(model=model, optimizer=optimizer)
+    executor(*data(4))
+    group["velocity_scaling"], group["loss_scaling"] = 4.0, 8.0
+    executor.setOptimizer(optimizer)
+    executor(*data(4))
+    assert "Ignoring unexpected" not in capsys.readouterr().err
+    assert P.SGD(model.parameters(), lr=0.1).param_groups[0]["velocity_scaling"] == 1.0
+
+
+# ---- where the state is ----
+
+
+def _straight(make, calls: int):
+    """A model after so many calls, and its start."""
+    torch.manual_seed(7)
+    model = Classifier()
+    start = twin(model)
+    executor, _ = trained(model=model, optimizer=make(model.parameters()))
+    for i in range(calls):
+        executor(*data(4, seed=i))
+    return model, start
+
+
+STATEFUL = {
+    "sgd": lambda p: P.SGD(p, lr=0.1, momentum=0.9, max_grad_norm=0.5),
+    "adam": lambda p: P.Adam(p, lr=0.05),
+    "torch adam": lambda p: T.Adam(p, lr=0.05),
+    "torch sgd": lambda p: T.SGD(p, lr=0.1, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+@pytest.mark.parametrize("name", STATEFUL)
+def test_state_survives_destroy(name: str, is_new: bool) -> None:
+    make = STATEFUL[name]
+    expected, model = _straight(make, 3)
+    optimizer = make(model.parameters())
+    executor, _ = trained(model=model, optimizer=optimizer)
+    for i in range(3):
+        executor(*data(4, seed=i))
+        executor.destroy()
+        if is_new:
+            executor, _ = trained(model=model, optimizer=optimizer)
+    same(expected, model, 1e-5)
+
+
+def test_an_old_checkpoint_does_not_come_back() -> None:
+    model = Classifier()
+    first = P.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    executor, _ = trained(model=model, optimizer=first)
+    executor(*data(4))
+    saved = copy.deepcopy(first.state_dict())
+    executor.destroy()
+    optimizer = P.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer.load_state_dict(saved)
+    assert torch.equal(optimizer.state_dict()["ipu_state"]["Accl___fc.weight"], saved["ipu_state"]["Accl___fc.weight"])
+    executor, _ = trained(model=model, optimizer=optimizer)
+    for i in range(3):
+        executor(*data(4, seed=i))
+    newest = optimizer.state_dict()["ipu_state"]["Accl___fc.weight"]
+    assert not torch.equal(newest, saved["ipu_state"]["Accl___fc.weight"])
+    executor.destroy()
+    executor, _ = trained(model=model, optimizer=optimizer)
+    executor.compile(*data(4))
+    assert torch.equal(optimizer.state_dict()["ipu_state"]["Accl___fc.weight"], newest)
+
+
+@pytest.mark.parametrize("way", ["attached", "detached", "set", "set while detached"])
+def test_state_that_is_loaded_counts(way: str) -> None:
+    """One call, a checkpoint, others, back to the checkpoint, and the second call."""
+    make = STATEFUL["adam"]
+    expected, model = _straight(make, 2)
+    optimizer = make(model.parameters())
+    executor, _ = trained(model=model, optimizer=optimizer)
+    executor(*data(4, seed=0))
+    weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    for i in range(3):
+        executor(*data(4, seed=9 + i))
+    if "detached" in way:
+        executor.detachFromDevice()
+    executor.load_state_dict(weights)
+    new = make(model.parameters()) if "set" in way else optimizer
+    new.load_state_dict(state)
+    executor.setOptimizer(new)
+    executor(*data(4, seed=1))
+    same(expected, model, 1e-5)
+
+
+@pytest.mark.parametrize("is_attached", [True, False])
+@pytest.mark.parametrize("name", ["adam", "torch adam"])
+def test_another_optimizer_takes_the_state_over(name: str, is_attached: bool) -> None:
+    make = STATEFUL[name]
+    expected, model = _straight(make, 3)
+    first, second = make(model.parameters()), make(model.parameters())
+    executor, _ = trained(model=model, optimizer=first)
+    for i, optimizer in enumerate((second, first, first)):
+        executor(*data(4, seed=i))
+        if not is_attached:
+            executor.detachFromDevice()
+        executor.setOptimizer(optimizer)
+    same(expected, model, 1e-5)
+
+
+def test_a_torch_optimizer_has_the_state_while_no_device_has_it() -> None:
+    make = STATEFUL["torch adam"]
+    expected, model = _straight(make, 2)
+    optimizer = make(model.parameters())
+    executor, _ = trained(model=model, optimizer=optimizer)
+    executor(*data(4, seed=0))
+    executor.detachFromDevice()
+    weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    assert float(state["state"][0]["step"]) == 1.0
+    executor(*data(4, seed=9))
+    executor.load_state_dict(weights)
+    new = make(model.parameters())
+    new.load_state_dict(state)
+    executor.setOptimizer(new)
+    executor(*data(4, seed=1))
+    same(expected, model, 1e-5)
+
+
+def test_state_before_the_first_step_is_a_fresh_start() -> None:
+    make = STATEFUL["adam"]
+    expected, model = _straight(make, 1)
+    optimizer = make(model.parameters())
+    weights, state = copy.deepcopy(model.state_dict()), optimizer.state_dict()
+    executor, _ = trained(model=model, optimizer=optimizer)
+    executor(*data(4, seed=9))
+    executor.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    executor(*data(4, seed=0))
+    same(expected, model, 1e-5)
+
+
+def test_state_of_another_shape_is_refused_and_nothing_changes() -> None:
+    model = Classifier()
+    optimizer = P.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    executor, _ = trained(model=model, optimizer=optimizer)
+    executor(*data(4))
+    state = copy.deepcopy(optimizer.state_dict())
+    wrong = {**state, "ipu_state": {**state["ipu_state"], "Accl___fc.bias": torch.zeros(7)}}
+    with pytest.raises(poptorch.Error, match="does not fit"):
+        optimizer.load_state_dict(wrong)
+    assert torch.equal(optimizer.state_dict()["ipu_state"]["Accl___fc.bias"], state["ipu_state"]["Accl___fc.bias"])
+    executor.detachFromDevice()
+    optimizer.load_state_dict(wrong)
+    for _ in range(2):  # no half attached device after the first time
+        with pytest.raises(poptorch.Error, match="does not fit"):
+            executor(*data(4))
+    optimizer.load_state_dict(state)
+    executor(*data(4))
+
+
+def test_state_that_does_not_fit_is_named(capsys) -> None:
+    poptorch.setLogLevel("WARN")
+    model = Classifier()
+    optimizer = P.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    executor, _ = trained(model=model, optimizer=optimizer)
+    executor(*data(4))
+    state = optimizer.state_dict()
+    del state["ipu_state"]["Accl___fc.bias"]
+    state["ipu_state"]["Accl___other"] = torch.zeros(1)
+    optimizer.load_state_dict(state)
+    said = capsys.readouterr().err
+    assert "has no Accl___fc.bias: it starts at zero" in said and "no use for: Accl___other" in said
+
+
+# ---- copies ----
+
+
+@pytest.mark.parametrize("act", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize("is_wrapped", [True, False])
+def test_copies_keep_the_clip_and_the_state(act, is_wrapped: bool) -> None:
+    make = STATEFUL["sgd"]
+    expected, model = _straight(make, 2)
+    optimizer = make(model.parameters())
+    calls = range(2)
+    if is_wrapped:
+        trained(model=model, optimizer=optimizer)[0](*data(4, seed=0))
+        calls = range(1, 2)
+    model, optimizer = act((model, optimizer))
+    assert optimizer.max_grad_norm == 0.5 and not optimizer.variable_attrs.isConstant("max_grad_norm")
+    executor, _ = trained(model=model, optimizer=optimizer)
+    for i in calls:
+        executor(*data(4, seed=i))
+    same(expected, model, 1e-5)

@@ -454,3 +454,143 @@ def test_two_models_that_train_parts_of_each_other(by_hand: bool, norm) -> None:
             torch.testing.assert_close(loss + 0, expected.detach())
     for part, other in zip(parts, twins, strict=True):
         same(part, other)
+
+
+# ---- after destroy ----
+
+
+def test_a_call_after_destroy_trains_the_model_again() -> None:
+    executor, model = trained()
+    inference = poptorch.inferenceModel(model, options())
+    executor(X, Y)
+    executor.destroy()
+    assert type(model) is Classifier
+    before = model.fc.weight.detach().clone()
+    executor(X, Y)
+    assert not torch.equal(model.fc.weight, before) and not torch.equal(model.state_dict()["fc.weight"], before)
+    torch.testing.assert_close(inference(X) + 0, model.fc(X).detach())
+
+
+def test_a_call_after_destroy_where_another_executor_trains_the_model() -> None:
+    executor, model = trained()
+    executor(X, Y)
+    executor.destroy()
+    other, _ = trained(model=model)
+    with pytest.raises(RuntimeError, match="already been wrapped"):
+        executor(X, Y)
+    other(X, Y)
+    other.destroy()
+    executor(X, Y)
+
+
+# ---- which copy is old ----
+
+
+@pytest.mark.parametrize("copy_", ["copyWeightsToHost", "copyWeightsToHostIfNeeded"])
+def test_an_inference_executor_brings_what_was_trained(copy_: str) -> None:
+    executor, model = trained()
+    inference = poptorch.inferenceModel(model, options())
+    inference(X)
+    other, plain = trained(model=twin(model))
+    executor(X, Y)
+    other(X, Y)
+    assert getattr(inference, copy_)() in (None, True)
+    same(model, plain)
+    assert inference.copyWeightsToHostIfNeeded() is False
+    torch.testing.assert_close(inference(X) + 0, model.fc(X).detach())
+
+
+def test_an_inference_executor_brings_its_own_buffers() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x):
+            self.calls += 1
+            return x * 2
+
+    model = Counting()
+    inference = poptorch.inferenceModel(model, options())
+    inference(X)
+    inference.copyWeightsToHost()
+    assert model.calls.item() == 1
+
+
+def test_a_call_that_fails_midway_leaves_an_old_host_copy() -> None:
+    """The first of its steps was made."""
+    opts = options(2)
+    opts.Precision.enableFloatingPointExceptions(True)
+    executor, model = trained(opts)
+    executor(X, Y)
+    before = model.fc.weight.detach().clone()
+    bad = X.clone()
+    bad[2:] = float("nan")
+    with pytest.raises(poptorch.Error, match="not a number"):
+        executor(bad, Y)
+    assert not torch.equal(model.fc.weight, before)
+    found = model.fc.weight.detach().clone()
+    executor.copyWeightsToHost()
+    assert torch.equal(model.fc.weight, found) and found.isfinite().all()
+
+
+# ---- buffers of replicas ----
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn, self.fc = nn.BatchNorm1d(4), nn.Linear(4, 3)
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x, y):
+        out = self.fc(self.bn(x)) * self.scale
+        return out, nn.functional.cross_entropy(out, y)
+
+
+def _means(executor):
+    return [s.tensors()["buffer/model.bn.running_mean"] for s in executor._device.sessions]
+
+
+def _named(executor, optimizer):
+    executor.model.scale.fill_(2.0)
+    executor.copyNamedBuffersToDevice()
+    assert all(s.tensors()["buffer/model.scale"] == 2.0 for s in executor._device.sessions)
+
+
+def _state(executor, optimizer):
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def _again(executor, optimizer):
+    executor.detachFromDevice()
+    executor.attachToDevice()
+
+
+@pytest.mark.parametrize("act", [_named, _state, _again])
+def test_replicas_keep_their_own_buffers(act) -> None:
+    model = Normed()
+    optimizer = poptorch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    opts = options(r=2).broadcastBuffers(False).updatableNamedBuffers(["scale"])
+    executor = poptorch.trainingModel(model, opts, optimizer)
+    x, y = data(8)
+    executor(x, y)
+    before = _means(executor)
+    assert not torch.equal(*before)
+    act(executor, optimizer)
+    for a, b in zip(before, _means(executor), strict=True):
+        assert torch.equal(a, b)
+    executor(x, y)
+    executor.destroy()
+
+
+def test_buffers_that_the_host_has_changed_go_to_all_replicas() -> None:
+    model = Normed()
+    opts = options(r=2).broadcastBuffers(False)
+    executor = poptorch.trainingModel(model, opts, poptorch.optim.SGD(model.parameters(), lr=0.1))
+    executor(*data(8))
+    executor.detachFromDevice()
+    model.bn.running_mean.fill_(5.0)
+    executor.attachToDevice()
+    assert all((m == 5.0).all() for m in _means(executor))
+    executor.destroy()

@@ -450,25 +450,19 @@ def test_graphamp_presets(compiled, preset, low) -> None:
     assert (abs(found - float(loss)) > 1e-5) == low
 
 
-def test_measure_performance_agrees_with_the_engine(compiled, monkeypatch) -> None:
-    """Within 20 %: the quietest of interleaved rounds, because neighbours only ever make a round slower."""
-    from tilework.cli.measure import _time
+@pytest.mark.parametrize("more", [{}, {"run_graph_only": True}])
+def test_measure_performance_times_the_steps_that_it_makes(compiled, monkeypatch, more) -> None:
+    """By a clock that goes on by a millisecond a step of the engine: no more and no fewer of them are timed than are counted."""
+    import time
 
-    monkeypatch.setenv("TILEWORK_DEVICE", "cpu")
-    _, model, inputs, _ = compiled(net, "-b", "256")
-    x, y = batch(256)
-    engine = tilework.load(samba.session.runner.path)
-    engine.load_tensors(samba.session.runner.core.tensors())
-    for _attempt in range(3):
-        apps, engines = [], []
-        for _ in range(8):
-            throughput, latency = samba.utils.measure_performance(model, inputs, 256, 1, False, n_iterations=500)
-            apps.append(latency * 1e6)
-            engines.append(_time(lambda: engine.run(x, y), 0.03)["median_us"])
-        if 0.8 < min(apps) / min(engines) < 1.2:
-            break
-    assert 0.8 < min(apps) / min(engines) < 1.2, (apps, engines)
-    assert throughput == pytest.approx(256 / latency, rel=1e-6)
+    _, model, inputs, _ = compiled(net, "-b", "4")
+    core = samba.session.runner.core
+    monkeypatch.setattr(time, "perf_counter", lambda: core.num_steps * 1e-3)
+    before = core.num_steps
+    throughput, latency = samba.utils.measure_performance(model, inputs, 4, 1, False, n_iterations=50, **more)
+    assert latency == pytest.approx(1e-3) and throughput == pytest.approx(4 / 1e-3)
+    assert core.num_steps - before >= 60  # ten to warm up
+
 
 
 def test_saving_and_loading_after_the_conversion(compiled, tmp_path) -> None:

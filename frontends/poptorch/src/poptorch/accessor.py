@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import queue
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .enums import SharingStrategy
-from .errors import ArgumentError
+from .errors import ArgumentError, Error
 
 _LOOK = 0.1  # seconds between looks at whether somebody still wants the data
+_GRACE = 1.0  # seconds that whoever leaves a loop waits for its thread
 _END = object()
 
 
@@ -50,6 +52,7 @@ class AsynchronousDataAccessor:
         self.size, self.drops_last = rebatched_size, rebatched_drop_last
         self._ready: _Epoch | None = None  # not yet asked for
         self._current: _Epoch | None = None
+        self._last: _Epoch | None = None  # begun, of all
         if early_preload:
             self._ready = self._start()
 
@@ -61,7 +64,10 @@ class AsynchronousDataAccessor:
         return rows // self.size if self.drops_last else math.ceil(rows / self.size)
 
     def _start(self) -> _Epoch:
-        epoch = _Epoch(self._batches(), self.buffer_size)
+        """One thread at a time reads the data: torch's loader with persistent workers has one iterator for all epochs."""
+        if self._last is not None:
+            self._last.wait()
+        epoch = self._last = _Epoch(self._batches(), self.buffer_size)
         weakref.finalize(self, epoch.stop)
         return epoch
 
@@ -129,7 +135,13 @@ class _Epoch:
             while True:
                 self._queue.get_nowait()
         if self._thread is not threading.current_thread():
-            self._thread.join(timeout=1.0)
+            self._thread.join(timeout=_GRACE)
+
+    def wait(self) -> None:
+        """Until the thread has ended, however long its last batch takes. Ctrl-C is noticed."""
+        self._stopped.set()
+        while self._thread.is_alive():
+            self._thread.join(timeout=_LOOK)
 
 
 class _Failed:
@@ -166,16 +178,44 @@ def _items(dataset: Any) -> Iterator[Any]:
 
 def rebatched(batches: Iterable[Any], size: int, drop_last: bool) -> Iterator[Any]:
     """Batches of `size` rows out of smaller ones, in their order."""
-    held: list[list[torch.Tensor]] = []
+    held: list[list[Any]] = []
     rows, spec = 0, None
     for batch in batches:
-        leaves, spec = tree_flatten(batch)
+        leaves, spec = tree_flatten(batch, is_leaf=_are_texts)
+        rows += _rows(leaves)
         held.append(leaves)
-        rows += leaves[0].shape[0]
         while rows >= size:
-            whole = [torch.cat(parts) for parts in zip(*held, strict=True)]
+            whole = [_joined(parts) for parts in zip(*held, strict=True)]
             yield tree_unflatten([t[:size] for t in whole], spec)
             rows -= size
             held = [[t[size:] for t in whole]] if rows else []
     if rows and not drop_last and spec is not None:
-        yield tree_unflatten([torch.cat(parts) for parts in zip(*held, strict=True)], spec)
+        yield tree_unflatten([_joined(parts) for parts in zip(*held, strict=True)], spec)
+
+
+def _are_texts(tree: Any) -> bool:
+    """One text for each row: what torch's own collate function leaves as they are."""
+    return type(tree) in (list, tuple) and bool(tree) and all(isinstance(t, (str, bytes)) for t in tree)
+
+
+def _rows(leaves: Sequence[Any]) -> int:
+    """The same in every part of a batch."""
+    for leaf in leaves:
+        if not _are_texts(leaf) and not (isinstance(leaf, torch.Tensor) and leaf.dim()):
+            found = "a tensor without dimensions" if isinstance(leaf, torch.Tensor) else type(leaf).__name__
+            raise Error("poptorch-loader", "a part of a batch has no rows that could be put into other batches",
+                        found=found, expected="tensors whose first dimension is the rows, or lists with one text a row",
+                        fix="DataLoaderMode.Async, or leave it out in the collate function")  # fmt: skip
+    counts = sorted({len(leaf) for leaf in leaves})
+    if len(counts) != 1:
+        raise Error("poptorch-loader", "the parts of a batch have different numbers of rows",
+                    found=", ".join(map(str, counts)) or "a batch with nothing in it", expected="the same number in each",
+                    fix="DataLoaderMode.Async, or another collate function")  # fmt: skip
+    return counts[0]
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    """Tensors, or lists, or tuples."""
+    if isinstance(parts[0], torch.Tensor):
+        return torch.cat(list(parts))
+    return type(parts[0])(itertools.chain.from_iterable(parts))

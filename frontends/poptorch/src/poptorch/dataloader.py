@@ -63,6 +63,8 @@ class DataLoader(_Loader):
                                     fix="the sampler says which rows make a batch")  # fmt: skip
             if mode == DataLoaderMode.AsyncRebatched:
                 raise ArgumentError("poptorch-loader", "batch_sampler and AsyncRebatched exclude each other")
+            if options.Distributed.numProcesses > 1 and auto_distributed_partitioning:
+                raise _not_divided("batch_sampler", "batches")
             size = getattr(batch_sampler, "batch_size", None)
             self._combined = None if size is None else size * steps
             kwargs["batch_sampler"] = _Joined(batch_sampler, steps, drop_last)
@@ -98,11 +100,13 @@ class DataLoader(_Loader):
             if iterable:
                 raise ArgumentError("poptorch-loader", "an IterableDataset cannot be divided among processes",
                                     fix="auto_distributed_partitioning=False, and divide it in the data set")  # fmt: skip
+            if kwargs.get("sampler") is not None:
+                raise _not_divided("sampler", "rows")
             if shuffle and options.random_seed is None:
                 raise ArgumentError("poptorch-loader", "shuffling among several processes needs a random seed",
                                     fix="the same options.randomSeed(...) in every process")  # fmt: skip
             kwargs["sampler"] = Share(len(dataset), distributed.processId, distributed.numProcesses, self._combined or 1, shuffle,
-                                      options.random_seed or 0)  # fmt: skip
+                                      options.random_seed or 0, drop_last)  # fmt: skip
         elif not iterable:
             kwargs["shuffle"] = shuffle
 
@@ -127,12 +131,12 @@ class DataLoader(_Loader):
         return super().__len__()
 
     def __iter__(self) -> Any:
-        if self._terminated:
+        if self._terminated and self._accessor is not None:
             raise Error("poptorch-loader", "the loader was terminated", fix="make another one")
         return super().__iter__() if self._accessor is None else iter(self._accessor)
 
     def terminate(self) -> None:
-        """Ends what loads ahead."""
+        """Ends what loads ahead. It has no effect in the mode Sync."""
         self._terminated = True
         if self._accessor is not None:
             self._accessor.terminate()
@@ -159,13 +163,19 @@ class _Joined(Sampler[list[int]]):
 
 
 class Share(Sampler[int]):
-    """One process's rows: as many as every other's, a whole number of batches, in another order each epoch if they are shuffled.
-    What is left over comes first in the next epoch's order, so that no row is never seen."""
+    """One process's rows, in another order each epoch if they are shuffled.
 
-    def __init__(self, rows: int, process: int, processes: int, batch: int, shuffle: bool, seed: int) -> None:
-        self.rows, self.process, self.shuffle, self.seed, self.epoch = rows, process, shuffle, seed, 0
-        self.own = rows // (processes * batch) * batch or rows // processes
-        self.used = self.own * processes
+    drop_last: as many as every other's, a whole number of batches. Where they are shuffled, what is left over comes first in the
+    next epoch's order, so that no row is never seen. Otherwise every row is somebody's: the first processes may have one more."""
+
+    def __init__(self, rows: int, process: int, processes: int, batch: int, shuffle: bool, seed: int, drop_last: bool) -> None:
+        self.rows, self.shuffle, self.seed, self.epoch = rows, shuffle, seed, 0
+        own, more = divmod(rows, processes)
+        if drop_last:
+            own, more = own // batch * batch or own, 0
+        self.first = process * own + min(process, more)
+        self.own = own + (process < more)
+        self.used = own * processes + more
         self.left: list[int] = []
 
     def __iter__(self) -> Iterator[int]:
@@ -180,10 +190,16 @@ class Share(Sampler[int]):
             mixed = torch.randperm(len(kept), generator=generator).tolist()
             order = [kept[i] for i in mixed]
         self.epoch += 1
-        return iter(order[self.process * self.own : (self.process + 1) * self.own])
+        return iter(order[self.first : self.first + self.own])
 
     def __len__(self) -> int:
         return self.own
+
+
+def _not_divided(name: str, what: str) -> ArgumentError:
+    return ArgumentError("poptorch-loader", f"a {name} cannot be divided among processes",
+                         found=f"{name}=... in one of several processes: each would take all of its {what}",
+                         fix=f"auto_distributed_partitioning=False, and a {name} of this process's {what} alone")  # fmt: skip
 
 
 def _positive(size: Any) -> int:

@@ -6,23 +6,26 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 
 import tilework
 from tilework.errors import TileworkError
 from tilework.parallel import Replicas, launched, start
+from tilework.parallel.group import equal
 from tilework.tiles.keep import kept
 
 from .adapter import Traced
 from .batches import Batches
 from .enums import ReductionType
-from .errors import from_engine
+from .errors import Error, from_engine
 from .options import Options
 
 _STAGES = 8  # lines of a compile's report, about
@@ -59,9 +62,19 @@ def recomputes(options: Options) -> bool:
 
 
 def instances(options: Options) -> int:
-    """Processes that train together: those that a launcher has started, where the options know of them."""
-    wanted = options.Distributed.numProcesses
-    return wanted if wanted > 1 and launched().size == wanted else 1
+    """Processes that train together, as the options say."""
+    return int(options.Distributed.numProcesses)
+
+
+def require_launched(processes: int) -> None:
+    """Alone, each process would train on its part of the data, and nothing would reduce the gradients."""
+    found = dist.get_world_size() if dist.is_available() and dist.is_initialized() else launched().size
+    if found != processes:
+        raise Error("poptorch-processes", "The processes that the options name were not started together",
+                    found=f"{processes} in options.Distributed (configureProcessId), {found} started by a launcher",
+                    expected=f"{processes} processes that train together",
+                    fix=f"start the program with poprun --num-instances={processes} or mpirun -n {processes}; to train alone, "
+                    "options.Distributed.disable()")  # fmt: skip
 
 
 def partition() -> str | None:
@@ -117,6 +130,8 @@ class Device:
     ) -> None:
         self.replicas: Replicas | None = None
         settings: dict[str, Any] = {"weights": False, "nan_error": nan_error, "tiles": partition()}
+        if training and processes > 1:
+            require_launched(processes)
         try:
             group = start(expected=processes) if training and processes > 1 else None
             if training and batches.replicas > 1:
@@ -134,8 +149,17 @@ class Device:
     def upload(self, model: nn.Module, optimizer: Any = None) -> None:
         self._each(lambda session, _: session.to_device(model, optimizer))
 
-    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
-        self._each(lambda session, _: session.load_tensors(tensors))
+    def write(self, tensors: Sequence[Mapping[str, Tensor]], *, same: bool = True) -> None:
+        """tensors[replica] into each session: what else it has stays its own. same: the first replica's count everywhere."""
+
+        def act(session: tilework.Session, rank: int) -> None:
+            new = {name: t.detach().clone() for name, t in tensors[rank].items()}
+            if same and session.group is not None and session.group.size > 1:
+                equal(session.group, list(new.values()))
+            before = session.snapshot()
+            session.restore(replace(before, tensors={**before.tensors, **new}))
+
+        self._each(act)
 
     def set(self, values: dict[str, float]) -> None:
         self._each(lambda session, _: session.set(values))

@@ -22,6 +22,7 @@ from .batches import Batches
 from .device import Device, Folder, compile_to, instances, seed_of
 from .enums import ConnectionType, ReductionType
 from .errors import ArgumentError, Error
+from .held import Held
 from .logs import logger
 from .optim import Optimizer
 from .options import Options
@@ -52,7 +53,7 @@ class PoplarExecutor:
         self._user_model = model
         self._training = training
         self._batches = Batches(self._options, training=training)
-        self._optimizer, self._said = optimizer, set[Any]()
+        self._held = Held(optimizer)
         self._shared = shared(model)
         self._call: Call | None = None
         self._look: Look | None = None
@@ -60,18 +61,25 @@ class PoplarExecutor:
         self._folder: Folder | None = None
         self._path: Path | None = None
         self._traced: Traced | None = None
-        self._state: dict[str, Tensor] = {}  # of the optimizer, while no device has it
+        self._buffers: list[dict[str, Tensor]] = []  # of each replica, while no device has them
         self._random: tuple[int, ...] | None = None
         self._uploaded: tuple[Any, ...] = ()  # which version of the weights the device has
         self._times: collections.deque[float] = collections.deque(maxlen=1000)  # seconds of the last calls
         self._compile_seconds: float | None = None
         self._is_quick = False
         if training:
-            self._shared.updated = frozenset(id(p) for group in optimizer.param_groups for p in group["params"])
-            self._shared.wrap()
-            self._shared.trainer = self
-            if isinstance(optimizer, Optimizer):
-                optimizer._state_of = weakref.ref(self)
+            self._take_model()
+
+    def _take_model(self) -> None:
+        """Wraps the model. After destroy() the next compile does it again, unless another executor trains the model by then."""
+        if self._shared.trainer is self:
+            return
+        require_unwrapped(self._user_model)
+        self._shared.updated = frozenset(id(p) for group in self._optimizer.param_groups for p in group["params"])
+        self._shared.wrap()
+        self._shared.trainer = self
+        if isinstance(self._optimizer, Optimizer):
+            self._optimizer._state_of = weakref.ref(self)
 
     # ---- what it is ----
 
@@ -86,6 +94,10 @@ class PoplarExecutor:
     @property
     def _executable(self) -> Any:
         return self._path
+
+    @property
+    def _optimizer(self) -> Any:
+        return self._held.optimizer
 
     def __getattr__(self, name: str) -> Any:
         """Everything else is the model's."""
@@ -134,7 +146,11 @@ class PoplarExecutor:
             self._attach()
 
     def _compile(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        from .precompiled import Operators, described, require_same
+
         start = time.perf_counter()
+        if self._training:
+            self._take_model()
         batches, options, model = self._batches, self._options, self._user_model
         call = Call(args, kwargs)
         given = call.tensors(args, kwargs)
@@ -151,12 +167,16 @@ class PoplarExecutor:
         with self._plain():
             for long_name, *_ in options.anchored_tensors.values():
                 self._anchored(long_name)
-            seen = look(model, call, micro, training=self._training)
+            with Operators(model, micro) as operators:
+                seen = look(model, call, micro, training=self._training)
             self._check_blocks(seen)
             traced = Traced(model, call, seen, training=self._training)
+            own = described(self, micro, operators.lines)
             if self._path is not None:  # a file that was loaded: only the form of the call was not known yet
+                require_same(own, self._facts, self._path)
                 self._settle(call, seen, traced, self._path, given)
                 return
+            self._facts = own
             self._folder = Folder()
             path = self._folder.path / "model.pef"
             clip = getattr(self._optimizer, "max_grad_norm", None)
@@ -180,12 +200,9 @@ class PoplarExecutor:
             self._options.enable_synthetic_data
         )  # fmt: skip
         if self._training:
-            self._compiled_values = optimizers.values_of(self._optimizer)
-            self._values = dict(self._compiled_values)
-            self._compiled_optimizer = self._optimizer
-            self._warn_of_unknown(self._optimizer)
-            if (loaded := getattr(self._optimizer, "_loaded", None)) is not None:
-                self._pending = loaded
+            with self._plain(pull=False):
+                self._held.compiled(path, optimizers.names_of(self._user_model))
+            self._held.warn(unknown=not self._options.relax_optimizer_checks)
 
     def compileAndExport(self, filename: str | Path, *args: Any, export_model: bool = True, **kwargs: Any) -> None:
         """compile() and save() in one."""
@@ -201,33 +218,22 @@ class PoplarExecutor:
 
     def loadExecutable(self, filename: str | Path) -> None:
         """The program of such a file, instead of a compile. It must be of the same model and options."""
-        from .precompiled import read
+        from .precompiled import described, read, require_same
 
         if self.isCompiled():
             raise Error("poptorch-export", "the model is already compiled", fix="call destroy() first")
-        self._folder = Folder()
-        path, facts = read(filename, self._folder.path)
-        for name in ("device_iterations", "replication_factor"):
-            if facts["options"].get(name) != getattr(self._options, name):
-                raise Error(
-                    "poptorch-export",
-                    f"the file was compiled with another option {name}",
-                    found=str(facts["options"].get(name)),
-                    expected=str(getattr(self._options, name)),
-                )
-        if facts["training"] != self._training:
-            kinds = {True: "training", False: "inference"}
-            raise Error("poptorch-export", "the file was compiled for another kind of executor", found=kinds[facts["training"]],
-                        expected=kinds[self._training])  # fmt: skip
-        self._path = path
+        folder = Folder()
+        path, facts = read(filename, folder.path)
+        with self._plain(pull=False):
+            require_same(described(self), facts, path)
+        self._folder, self._path, self._facts = folder, path, facts
         if facts["random"] is not None:
             self._random = tuple(facts["random"])
 
     def _random_state(self) -> list[int] | None:
         return self.rng_state if self._device is not None or self._random is not None else None
 
-    _pending: Any = None
-    _ipu_state: tuple[Any, Any] = (None, None)  # as it was when the device was left
+    _facts: dict[str, Any]  # what was compiled, as a file says it
     _stages: Sequence[tuple[str, int, int]] = ()
 
     def _check_blocks(self, seen: Look) -> None:
@@ -255,26 +261,33 @@ class PoplarExecutor:
         assert self._path is not None and self._traced is not None
         options = self._options
         reduction = options.Training.accumulation_and_replication_reduction_type
-        self._device = device = Device(
+        device = Device(
             self._path, self._batches, training=self._training, seed=seed_of(options), average=reduction == ReductionType.Mean,
             nan_error=self._training and options.Precision.enable_floating_point_exceptions, processes=instances(options),
         )  # fmt: skip
+        try:
+            self._fill(device, self._traced)
+        except BaseException:
+            device.close()
+            raise
+        self._device = device
+        self._uploaded = self._version()
+
+    def _fill(self, device: Device, traced: Traced) -> None:
         if self._random is not None:
             device.seed(self._random)
         with self._plain():
-            device.upload(self._traced, optimizers.twin(self._optimizer) if self._training else None)
-        if self._state:
-            device.load_tensors({**device.session.tensors(), **self._state})
-        elif self._pending is not None:
-            tensors = device.session.tensors()
-            device.load_tensors({**tensors, **optimizers.engine_state(self._pending, tensors)})
-        self._pending = None
-        self._uploaded = self._version()
-        if self._training:
-            self._send_values(self._values)
-            signature = device.session.manifest.signature
-            dtypes = [getattr(torch, a.type.dtype) for a in signature.outputs[1:]]
-            self._asked = self._batches.asked(dtypes, whole=bool(self._look and self._look.changed))
+            if not self._training:
+                device.upload(traced)
+                return
+            self._held.upload(device, traced)
+        if self._buffers:  # the host has the first replica's; those that nobody has changed since are each replica's own again
+            now, first = device.session.tensors(), self._buffers[0]
+            kept = [k for k, t in first.items() if torch.equal(t, now[k])]
+            device.write([{k: own[k] for k in kept} for own in self._buffers], same=False)
+        self._held.send(device)
+        dtypes = [getattr(torch, a.type.dtype) for a in device.session.manifest.signature.outputs[1:]]
+        self._asked = self._batches.asked(dtypes, whole=bool(self._look and self._look.changed))
 
     def detachFromDevice(self) -> None:
         """Weights, optimizer state and random numbers come back to the host."""
@@ -283,20 +296,23 @@ class PoplarExecutor:
         if self._training:
             if self._shared.is_stale:
                 self.copyWeightsToHost()
-            self._ipu_state = self._optimizer_state()
-            self._state = {k: t for k, t in self._device.session.tensors().items() if k.startswith("state/")}
+            self._held.bring(self._device, self._traced)
+            if len(self._device.sessions) > 1:
+                self._buffers = [_buffers(session.tensors()) for session in self._device.sessions]
         self._random = self._device.session.random_state()
         self._device.close()
         self._device = None
 
     def destroy(self) -> None:
-        """Weights come back, everything is freed, and the model may be wrapped again."""
+        """Weights and optimizer state come back, everything is freed, and the model may be wrapped again. The next call compiles
+        again."""
         if self._device is not None:
             self.detachFromDevice()
         if self._folder is not None:
             self._folder.remove()
         self._folder = self._path = self._call = self._look = self._traced = None
-        self._state, self._random, self._is_quick = {}, None, False
+        self._buffers, self._random, self._is_quick = [], None, False
+        self._held.forget()
         if self._training and self._shared.trainer is self:
             self._shared.unwrap()
             self._shared.trainer = None
@@ -309,18 +325,23 @@ class PoplarExecutor:
         return self._device
 
     def copyWeightsToHost(self) -> None:
-        """The device's weights into the module's own tensors."""
+        """The device's weights into the module's own tensors. Weights that were trained elsewhere meanwhile are newer: they come
+        from there."""
         device = self._attached()
+        if self._shared.trainer is not self:
+            self.copyWeightsToHostIfNeeded()
+            if self._uploaded != self._version():
+                return
         foreign = self._shared.foreign(buffers=not self._shared.is_stale)
         self._shared.is_fresh()
         with self._plain(pull=False):
             device.download(self._traced, foreign)  # type: ignore[arg-type]
 
     def copyWeightsToHostIfNeeded(self) -> bool:
-        stale = self._shared.is_stale
-        if stale:
-            self.copyWeightsToHost()
-        return stale
+        stale = [owner for owner in self._owners() if owner.is_stale]
+        for owner in stale:
+            owner.pull()
+        return bool(stale)
 
     def copyWeightsToDevice(self) -> None:
         """The module's tensors to the device."""
@@ -345,7 +366,7 @@ class PoplarExecutor:
         device = self._attached()
         with self._plain():
             new = {f"buffer/model.{n}": own[n].detach() for n in names}
-        device.load_tensors({**device.session.tensors(), **new})
+        device.write([new] * len(device.sessions))
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> Any:
         found = self._user_model.load_state_dict(state_dict, strict=strict)
@@ -371,46 +392,19 @@ class PoplarExecutor:
 
     def setOptimizer(self, optimizer: Any) -> None:
         """Its values count from the next call on."""
-        values = optimizers.values_of(optimizer)
-        if self.isCompiled():
-            optimizers.require_alike(optimizer, self._compiled_optimizer, self._compiled_values, values)
-            self._warn_of_unknown(optimizer)
-            self._values = values
-            if self._device is not None:
-                self._send_values(values)
-        self._optimizer = optimizer
+        self._held.replace(optimizer, self._device, self._traced)
+        if self._held.form is not None:
+            self._held.warn(unknown=not self._options.relax_optimizer_checks)
         if isinstance(optimizer, Optimizer):
             optimizer._state_of = weakref.ref(self)
 
-    def _warn_of_unknown(self, optimizer: Any) -> None:
-        optimizer._opt_called = True  # a scheduler's check that optimizer.step() comes first: our updates count
-        if not self._options.relax_optimizer_checks:
-            optimizers.warn_of_unknown(optimizer, self._said)
+    def _optimizer_state(self) -> tuple[Any, Any] | None:
+        return self._held.now(self._device)
 
-    def _send_values(self, values: dict[str, float]) -> None:
-        device = self._attached()
-        known = device.session.manifest.hyperparameters
-        lost = [k for k, v in values.items() if k.endswith(".momentum") and v and k not in known]
-        if lost:
-            raise Error(
-                "poptorch-optimizer",
-                "The optimizer had no momentum when it was compiled, and has one now",
-                found=f"{lost[0]} = {values[lost[0]]}",
-                fix="compile with a momentum, or call destroy() first",
-            )
-        device.set({k: v for k, v in values.items() if k in known})
-
-    def _optimizer_state(self) -> tuple[Any, Any]:
-        if self._device is None:
-            return self._ipu_state
-        session = self._device.session
-        tensors = {k: t for k, t in session.tensors().items() if k.startswith("state/")}
-        return optimizers.ipu_state(tensors, session.manifest, session.hyper)
-
-    def _upload_optimizer(self, optimizer: Any) -> None:
-        device = self._attached()
-        tensors = device.session.tensors()
-        device.load_tensors({**tensors, **optimizers.engine_state(optimizer._loaded or {}, tensors)})
+    def _take_loaded(self, optimizer: Any) -> None:
+        """State was loaded into it. Without a device it is taken at the next attach; of another optimizer, by setOptimizer."""
+        if self._device is not None and optimizer is self._optimizer:
+            self._held.take(self._device, self._traced, optimizer)
 
     # ---- calls ----
 
@@ -467,10 +461,12 @@ class PoplarExecutor:
         assert device is not None and seen is not None
         if not alone():
             self._catch_up()
-        raw = device.train(inputs, self._asked)
-        self._shared.trained()
-        if not alone():
-            self._uploaded = self._version()
+        try:
+            raw = device.train(inputs, self._asked)
+        finally:  # the steps before an error have changed the device's weights
+            self._shared.trained()
+            if not alone():
+                self._uploaded = self._version()
         outputs = [batches.output([r[i] for r in raw], self._asked) for i in range(1, 1 + sum(seen.is_tensor))]
         for position, i in enumerate(seen.changed, 1 + sum(seen.is_tensor)):
             shares = [r[position] if batches.count > 1 else r[position].unsqueeze(0) for r in raw]
@@ -557,6 +553,10 @@ class PoplarExecutor:
 
     def cycleCount(self) -> int:
         raise Error("poptorch-refused", "cycleCount: there is no chip whose cycles could be counted", fix="use getLatency()")
+
+
+def _buffers(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {k: t for k, t in tensors.items() if k.startswith("buffer/")}
 
 
 def _kind(dtype: torch.dtype) -> str:

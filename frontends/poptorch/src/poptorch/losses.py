@@ -3,14 +3,17 @@ and the one that no other is made of is where backward begins."""
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from .errors import Error, WrongValue
 
@@ -25,10 +28,25 @@ LOSSES: frozenset[Any] = frozenset(getattr(F, name) for name in _NAMES)
 _MIXED: frozenset[Any] = frozenset({
     F.linear, F.bilinear, F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d, torch.matmul,
     torch.mm, torch.bmm, torch.addmm, torch.baddbmm, torch.einsum, Tensor.matmul, Tensor.mm, Tensor.bmm, Tensor.__matmul__,
-    F.layer_norm, F.group_norm, F.scaled_dot_product_attention,
+    F.layer_norm, F.group_norm, F.scaled_dot_product_attention, F.multi_head_attention_forward, F.prelu, torch.lstm_cell,
+    torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell,
 })  # fmt: skip
 # They also write their running statistics, in the type that these have.
 _WITH_STATISTICS: frozenset[Any] = frozenset({F.batch_norm, F.instance_norm})
+
+# Nodes of autograd whose output has the elements of its input, in their order or another, and nothing else.
+_COPIES = frozenset({
+    "ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "SqueezeBackward0", "SqueezeBackward1", "SqueezeBackward2",
+    "UnsqueezeBackward0", "TBackward0", "TransposeBackward0", "PermuteBackward0", "AliasBackward0", "CloneBackward0",
+    "ToCopyBackward0", "LiftFreshBackward0", "torch::autograd::CopyBackwards",
+    "GeneratedBackwardFor_tilework_recompute_from_defaultBackward",  # poptorch.recomputationCheckpoint
+})  # fmt: skip
+# The same, where the loss has one element.
+_COPIES_OF_ONE = frozenset({
+    "ExpandBackward0", "RepeatBackward0", "AsStridedBackward0", "SelectBackward0", "SliceBackward0", "IndexBackward0",
+    "SplitBackward0", "UnbindBackward0", "StackBackward0", "CatBackward0",
+})  # fmt: skip
+_REDUCTIONS = frozenset({"SumBackward0", "SumBackward1", "MeanBackward0", "MeanBackward1"})
 
 _current = threading.local()
 
@@ -41,6 +59,7 @@ class Watching(TorchFunctionMode):
         self.training = training
         self.losses: list[Tensor] = []
         self.observer = observer  # only in the first look at the model
+        self._makes_half = False  # the recurrent layer that is running
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -56,12 +75,28 @@ class Watching(TorchFunctionMode):
     def __enter__(self) -> Watching:
         self._before = getattr(_current, "watching", None)
         _current.watching = self
+        self._hooks = (register_module_forward_pre_hook(self._recurrent), register_module_forward_hook(self._recurred))
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        for hook in self._hooks:
+            hook.remove()
         _current.watching = self._before
+
+    def _recurrent(self, module: nn.Module, args: Any) -> Any:
+        """LSTM, GRU and RNN refuse 16 bits beside 32 before they call a function: they compute in the type of their weights."""
+        if not isinstance(module, nn.RNNBase) or watching() is not self:
+            return None
+        self._makes_half = _are_mixed((args, list(module.parameters())))
+        return _cast(args, next(module.parameters()).dtype) if self._makes_half else None
+
+    def _recurred(self, module: nn.Module, args: Any, result: Any) -> Any:
+        if not isinstance(module, nn.RNNBase) or watching() is not self or not self._makes_half:
+            return None
+        self._makes_half = False
+        return _cast(result, torch.float16)
 
 
 def watching() -> Watching | None:
@@ -78,15 +113,17 @@ def _normalized(func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _halved(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    given = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and a.is_floating_point()]
-    kinds = {a.dtype for a in given}
-    if kinds != {torch.float16, torch.float32}:
-        return args, kwargs
+    return _cast((args, kwargs), torch.float16) if _are_mixed((args, kwargs)) else (args, kwargs)
 
-    def half(a: Any) -> Any:
-        return a.half() if isinstance(a, Tensor) and a.dtype == torch.float32 else a
 
-    return tuple(map(half, args)), {k: half(v) for k, v in kwargs.items()}
+def _are_mixed(tree: Any) -> bool:
+    given = {a.dtype for a in tree_leaves(tree) if isinstance(a, Tensor) and a.is_floating_point()}
+    return given == {torch.float16, torch.float32}
+
+
+def _cast(tree: Any, dtype: torch.dtype) -> Any:
+    both = (torch.float16, torch.float32)
+    return tree_map(lambda a: a.to(dtype) if isinstance(a, Tensor) and a.dtype in both else a, tree)
 
 
 def identity_loss(x: Tensor, reduction: Any) -> Tensor:
@@ -125,18 +162,33 @@ def final_loss(losses: Sequence[Tensor]) -> int:
 
 def require_unchanged(loss: Tensor, returned: Sequence[Tensor]) -> None:
     """Backward begins at the loss as its function gave it, on the original as well. A program that returns something made of it,
-    and not the loss itself, probably means that."""
-
-    def is_loss(t: Tensor) -> bool:
-        a, b = t.detach().flatten(), loss.detach().flatten()
-        return t is loss or (a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all()))
-
-    changed = [t for t in returned if t.grad_fn is not None and loss.grad_fn in _made_of(t)]
-    if changed and not any(is_loss(t) for t in returned):
+    and not the loss itself, probably means that. What was computed decides, not its value: a penalty may be zero at first."""
+    made = [t for t in returned if t.grad_fn is not None and loss.grad_fn in _made_of(t)]
+    kept = [t for t in returned if t is loss or (t.grad_fn is not None and _is_copy(t, loss))]
+    if made and not kept:
         raise Error("poptorch-loss", "The loss is changed after its function has computed it: that change would not be trained",
-                    found=f"{_described(changed[0])} is returned, made of the loss {_described(loss)}",
+                    found=f"{_described(made[0])} is returned, made of the loss {_described(loss)}",
                     fix="wrap what is to be trained: poptorch.identity_loss(x, reduction='none'), or 'mean' or 'sum'; to train "
                     "the loss itself, return it as well, or detach what is made of it")  # fmt: skip
+
+
+def _is_copy(t: Tensor, loss: Tensor) -> bool:
+    """Whether nothing but views, copies and casts of the whole loss lie between the two."""
+    single = loss.numel() == 1
+    node, output = t.grad_fn, t.output_nr
+    while node is not loss.grad_fn:
+        name = node.name()  # type: ignore[union-attr]
+        of_one = name in _COPIES_OF_ONE or (name in _REDUCTIONS and _elements(node) == 1)
+        before = [edge for edge in node.next_functions if edge[0] is not None]  # type: ignore[union-attr]
+        if not (name in _COPIES or (single and of_one)) or len(before) != 1:
+            return False
+        node, output = before[0]
+    return output == loss.output_nr
+
+
+def _elements(node: Any) -> int:
+    """Of what a reduction was given."""
+    return math.prod(node._saved_self_sym_sizes)
 
 
 def _described(t: Tensor) -> str:

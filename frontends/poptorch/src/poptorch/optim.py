@@ -39,12 +39,22 @@ class VariableAttributes:
         self._variable.add(name)
 
 
+NO_EFFECT = ("loss_scaling", "velocity_scaling")  # in groups as well; the update is the same with any value
+# What torch leaves out of copies and pickles.
+_KEPT = ("variable_attrs", "loss_scaling", "velocity_scaling", "max_grad_norm", "use_combined_accum", "accum_type",
+         "velocity_accum_type", "first_order_momentum_accum_type", "second_order_momentum_accum_type")  # fmt: skip
+
+
 class Optimizer:
     """What the optimizers of this module have in common. They are optimizers of torch as well."""
 
     variable_attrs: VariableAttributes
     loss_scaling: float
     max_grad_norm: float | None
+    param_groups: list[dict[str, Any]]
+    defaults: dict[str, Any]
+    _state_of: Any = None  # a weak reference to the executor whose device has the state
+    _loaded: tuple[Any, Any] | None = None  # (ipu_state, ipu_param) that no device has: loaded, or brought back from one
 
     def _set_up(self, given: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
         for name, value in extra.items():
@@ -53,18 +63,29 @@ class Optimizer:
             vars(self)[name] = value
         if extra.get("loss_scaling") is None:
             self.loss_scaling = 1.0
-        hyper = {k for k in self.defaults if k not in ("params", "foreach", "capturable", "differentiable", "fused")}  # type: ignore[attr-defined]
+        hyper = {k for k in self.defaults if k not in ("params", "foreach", "capturable", "differentiable", "fused")}
         self.variable_attrs = VariableAttributes(hyper | set(extra), [k for k, v in given.items() if v is not None])
-        self._state_of: Any = None  # the executor whose device has the state
+        self.defaults |= {k: 1.0 if extra[k] is None else extra[k] for k in NO_EFFECT if k in extra}
+        self._fill_groups()
+
+    def _fill_groups(self) -> None:
+        for group in self.param_groups:
+            for name in NO_EFFECT:
+                if name in self.defaults:
+                    group.setdefault(name, self.defaults[name])
+
+    def _state_now(self) -> tuple[Any, Any] | None:
+        """(ipu_state, ipu_param), wherever they are. None before the compile."""
+        executor = self._state_of() if self._state_of is not None else None
+        if self._loaded is not None or executor is None:
+            return self._loaded
+        found: tuple[Any, Any] | None = executor._optimizer_state()
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """torch's, with the device's own under ipu_state and ipu_param: None before the compile."""
-        own = super().state_dict()  # type: ignore[misc]
-        state = param = None
-        executor = self._state_of() if self._state_of is not None else None
-        if executor is not None:
-            state, param = executor._optimizer_state()
-        return {**own, "ipu_state": state, "ipu_param": param}
+        state, param = self._state_now() or (None, None)
+        return {**super().state_dict(), "ipu_state": state, "ipu_param": param}  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if "ipu_state" not in state_dict:
@@ -72,15 +93,16 @@ class Optimizer:
                              fix="load the state_dict() of an optimizer of poptorch.optim")  # fmt: skip
         own = {k: v for k, v in state_dict.items() if k not in ("ipu_state", "ipu_param")}
         super().load_state_dict(own)  # type: ignore[misc]
-        self._loaded = state_dict["ipu_state"]
+        self._fill_groups()
+        self._loaded = state_dict["ipu_state"], state_dict.get("ipu_param")
         executor = self._state_of() if self._state_of is not None else None
-        if executor is not None and executor.isAttachedToDevice():
-            executor._upload_optimizer(self)
-
-    _loaded: Any = None
+        if executor is not None:
+            executor._take_loaded(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_state_of": None}  # type: ignore[misc, dict-item]
+        """Of copies and pickles: with the clip, and with the state that the device has now."""
+        kept = {k: v for k, v in vars(self).items() if k in _KEPT}
+        return {**super().__getstate__(), **kept, "_state_of": None, "_loaded": self._state_now()}  # type: ignore[misc, dict-item]
 
 
 class SGD(Optimizer, torch.optim.SGD):
@@ -103,7 +125,7 @@ class SGD(Optimizer, torch.optim.SGD):
         max_grad_norm: float | None = None,
     ) -> None:
         given = {"momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "loss_scaling": loss_scaling,
-                 "velocity_scaling": velocity_scaling}  # fmt: skip
+                 "velocity_scaling": velocity_scaling, "max_grad_norm": max_grad_norm}  # fmt: skip
         super().__init__(params, lr=lr, momentum=momentum or 0, dampening=dampening or 0, weight_decay=weight_decay or 0,
                          nesterov=bool(nesterov), maximize=bool(maximize))  # fmt: skip
         self._set_up(given, {"loss_scaling": loss_scaling, "velocity_scaling": velocity_scaling, "accum_type": accum_type,
@@ -132,7 +154,8 @@ class Adam(Optimizer, torch.optim.Adam):
         max_grad_norm: float | None = None,
     ) -> None:
         _no_amsgrad(amsgrad)
-        given = {"betas": betas, "eps": eps, "weight_decay": weight_decay, "loss_scaling": loss_scaling}
+        given = {"betas": betas, "eps": eps, "weight_decay": weight_decay, "loss_scaling": loss_scaling,
+                 "max_grad_norm": max_grad_norm}  # fmt: skip
         super().__init__(params, lr=lr, betas=betas or (0.9, 0.999), eps=1e-8 if eps is None else eps,
                          weight_decay=weight_decay or 0, maximize=bool(maximize))  # fmt: skip
         self._set_up(given, {"loss_scaling": loss_scaling, "accum_type": accum_type, "max_grad_norm": max_grad_norm,
@@ -160,7 +183,8 @@ class AdamW(Optimizer, tilework.optim.AdamW):
         max_grad_norm: float | None = None,
     ) -> None:
         _no_amsgrad(amsgrad)
-        given = {"betas": betas, "eps": eps, "weight_decay": weight_decay, "loss_scaling": loss_scaling}
+        given = {"betas": betas, "eps": eps, "weight_decay": weight_decay, "loss_scaling": loss_scaling,
+                 "max_grad_norm": max_grad_norm}  # fmt: skip
         super().__init__(
             params,
             lr=lr,
