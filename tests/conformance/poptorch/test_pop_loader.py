@@ -312,7 +312,8 @@ class OneReader(Numbers):
 def test_one_thread_at_a_time_reads_the_data(impatient) -> None:
     numbers = OneReader(4)
     accessor = AsynchronousDataAccessor(numbers)
-    next(iter(accessor))
+    loop = iter(accessor)
+    next(loop)
     numbers.begun.wait()
     accessor.terminate()
     assert names()  # it is still reading
