@@ -36,7 +36,7 @@ class Step:
     targets: Any = ()
     loss: Loss = "auto"
     optimizer: Any = None
-    clip_norm: float | None = None  # gradient clipping by global norm
+    clip_norm: float | None = None  # gradient clipping by global norm; after clip_value, where there are both
     clip_value: float | None = None  # gradient clipping by value
     num_micro_batches: int = 1  # gradient accumulation: forward runs this many times per update
     accumulate: Literal["mean", "sum"] = "mean"

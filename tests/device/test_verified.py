@@ -172,3 +172,22 @@ def test_an_index_out_of_range_is_an_error_in_called_code_too(tmp_path) -> None:
     tilework.compile(step, tmp_path / "m.pef", options=FAST, weights="inside")
     with tilework.load(tmp_path / "m.pef") as session, pytest.raises(tilework.TileworkError):
         session.run(torch.tensor([1, 7, 1]))
+
+
+def in_bfloat16() -> tilework.Step:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.LayerNorm(128), nn.Tanh(), nn.Linear(128, 10))
+    return tilework.Step(model=model, inputs=(torch.randn(32, 64),), targets=(torch.randint(0, 10, (32,)),),
+                         loss=nn.CrossEntropyLoss(), optimizer=torch.optim.AdamW(model.parameters(), 1e-2),
+                         precision="bfloat16")  # fmt: skip
+
+
+def test_the_first_step_of_adam_in_16_bits(tmp_path) -> None:
+    """It takes the sign of each gradient, and rounding decides that of small ones. What is wrong is found all the same."""
+    for programs in ("fused", "all"):
+        done = tilework.compile(in_bfloat16(), tmp_path / "m.pef", options=replace(FAST, programs=programs))
+        assert done.verification.compared and not done.verification.retreats
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(capturing, "pooling", sine_for_tanh)
+        with pytest.raises(tilework.BugError, match="verify-failed"):
+            tilework.compile(in_bfloat16(), tmp_path / "n.pef", options=tilework.Options(device="reference", programs="fused"))

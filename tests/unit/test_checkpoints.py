@@ -509,3 +509,11 @@ def test_calls_are_small_where_data_are_slow(path: Path, tmp_path: Path) -> None
     assert sum(calls) == 60 and max(calls) <= 32
     train(path, tmp_path / "quick", 60)
     assert losses(tmp_path / "slow") == losses(tmp_path / "quick")
+
+
+def test_json_has_no_word_for_what_is_no_number(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.add_metrics([{"step": 1, "loss": float("nan"), "samples_per_second": 2.0}])
+    folder.note(loss=float("inf"))
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "loss": None, "samples_per_second": 2.0}
+    assert folder.read()["loss"] is None and str(next(folder.metrics())["loss"]) == "nan"

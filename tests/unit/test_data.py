@@ -427,3 +427,14 @@ def test_large_labels_and_empty_sequences(tmp_path: Path) -> None:
     with pytest.raises(UserError) as e:
         source_of(f"tokens:{tmp_path / 't.bin'}:0", [])
     assert "tokens:FILE:LENGTH" in e.value.expected
+
+
+def test_records_of_arrays_and_numbers() -> None:
+    found = Each(4, lambda n: (np.full(3, n, np.float32), n), str).rows(np.array([1, 3]))
+    assert found[0].tolist() == [[1, 1, 1], [3, 3, 3]] and found[1].tolist() == [1, 3] and found[1].dtype == torch.int64
+
+
+def test_quoted_names_in_csv(tmp_path: Path) -> None:
+    (tmp_path / "q.csv").write_text('\ufeff"a","b, c","label"\n1,2,0\n3,"4",1\n')
+    x, y = formats.csv(str(tmp_path / "q.csv"), ["label"]).rows(np.array([0, 1]))
+    assert x.tolist() == [[1, 2], [3, 4]] and y.flatten().tolist() == [0, 1]

@@ -40,7 +40,7 @@ _NORMALISED = (
     "radam",
     "adadelta",
 )  # rules that divide the gradient by its own size
-_GRADIENT_NOISE = 1e-6  # rounding noise in a gradient, relative to its largest element
+_GRADIENT_NOISE, _GRADIENT_NOISE_LOW = 1e-6, 1e-2  # rounding noise in a gradient, relative to its largest element; of 16 bits
 _LATER = 50.0  # how much more the second step may be off: it begins where the first one ended
 _NOISE_FACTOR, _MOST_NOISE = 30.0, 1e-2  # how much more than eager PyTorch's own noise is excused, and how much noise at most
 # Deep nets with normalization over few numbers (ResNet-50, batch 4) turn the last bit into per cents: there, no more than this.
@@ -201,7 +201,7 @@ def _rows(artifact: Artifact, signature: Signature, found: Results, expected: Re
         kinds = found[way]
         programs = _PROGRAMS.get("sections" if way == "sections" else "accumulate" if "accumulate" in signature.programs else "")
         later = _LATER if way == "again" else 1.0
-        allowance = _allowance(manifest, expected[way].get("gradient", {}), later) if way != "infer" else {}
+        allowance = _allowance(manifest, expected[way].get("gradient", {}), later, low=low) if way != "infer" else {}
         for kind in (k for k in _ORDER if k in kinds):
             if kind == "gradient" and not kinds[kind]:
                 continue
@@ -254,7 +254,7 @@ def repeated(leaves: list[Tensor], signature: Signature) -> list[Tensor]:
     return [torch.cat([t.roll(i, dims=dim) for i in range(num)], dim=dim) if t.dim() > dim else t for t in leaves]
 
 
-def _allowance(manifest: Manifest, gradients: dict[str, Tensor], later: float) -> dict[str, Tensor]:
+def _allowance(manifest: Manifest, gradients: dict[str, Tensor], later: float, *, low: bool) -> dict[str, Tensor]:
     """How far rounding noise in a gradient may move a parameter: normalised rules turn even a tiny gradient into a
     step of about lr, so an element whose gradient is nearly noise can go either way."""
     found = {}
@@ -267,7 +267,7 @@ def _allowance(manifest: Manifest, gradients: dict[str, Tensor], later: float) -
         for name in group.params:
             if name in gradients:
                 g = gradients[name].double().abs()
-                noise = _GRADIENT_NOISE * later * max(float(g.max()), 0.1 * overall)
+                noise = (_GRADIENT_NOISE_LOW if low else _GRADIENT_NOISE) * later * max(float(g.max()), 0.1 * overall)
                 found[name] = lr * (2.0 * noise / (g + eps)).clamp(max=2.0) * (2.0 if later > 1 else 1.0)
     return found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -50,7 +50,11 @@ def compile(
                   large models.
     """
     options = options or Options()
-    steps = signatures_of([step] if isinstance(step, Step) else list(step), batch_sizes, infer_batch_sizes)
+    given: list[Any] = list(step) if isinstance(step, (list, tuple)) else [step]
+    if not all(isinstance(s, Step) for s in given):
+        raise UserError("signatures", "tilework.compile takes a Step", found=type(given[0]).__name__,
+                        fix="tilework.Step(model=..., inputs=..., loss=..., optimizer=...)")  # fmt: skip
+    steps = signatures_of(given, batch_sizes, infer_batch_sizes)
     cache = Cache(Path(cache)) if isinstance(cache, (str, Path)) else cache
     judge = (lambda trial: _judge(trial, steps)) if verify and backend_for(options.device).computes else None
     return compile_step(steps, path, options=options, weights=weights, cache=cache, report=report, judge=judge)

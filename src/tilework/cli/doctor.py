@@ -76,6 +76,6 @@ def _checks() -> list[dict[str, Any]]:
     with open("/proc/meminfo") as f:
         memory = next(int(line.split()[1]) for line in f if line.startswith("MemAvailable")) * 1024
     check("memory", memory > 1e9, f"{memory / 1e9:.1f} GB available", "at least 1 GB is needed to compile")
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none (the cuda device is not there yet)"
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     check("gpu", None, gpu)
     return found

@@ -81,7 +81,8 @@ def train(
     else:
         tail = [*done.losses][-max(1, made // 20) :]
         out.print(f"step {done.step} of {training.steps} after {done.seconds:.2f} s on {session.device_name}; "
-                  f"loss {done.first_loss:.4f} -> {sum(tail) / len(tail):.4f}; saved in {folder}", markup=False)  # fmt: skip
+                  f"loss {done.first_loss:.4f} -> {sum(tail) / len(tail):.4f} (mean of the last {len(tail)}); "
+                  f"saved in {folder}", markup=False)  # fmt: skip
     if done.stopped:
         raise typer.Exit(128 + signal.Signals[done.stopped])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from typing import Any, NoReturn
@@ -30,9 +31,18 @@ err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 def print_json(value: Any) -> None:
     try:
-        print(json.dumps(value, indent=1, default=str), flush=True)
+        print(json.dumps(strict(value), indent=1, default=str), flush=True)
     except BrokenPipeError:
         nobody_reads()
+
+
+def strict(value: Any) -> Any:
+    """Without NaN and infinities, which are no JSON: null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {k: strict(v) for k, v in value.items()}
+    return [strict(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
 def count(number: int, thing: str) -> str:

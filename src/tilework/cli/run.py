@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from .common import devices, err, find_function, out, print_json, user_code
+from .output import strict
 
 NAME = "run"
 HELP = "Train: run an artifact over data and save the weights."
@@ -56,8 +57,8 @@ def command(
     data: Annotated[str, typer.Option(metavar="SOURCE", autocompletion=_data,
                                       help="digits, random, FILE.py:function, or files: docs/runs.md.")] = "random",
     data_path: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder with the full MNIST files, for digits.")] = None,
-    epochs: Annotated[int, typer.Option(metavar="N", help="Passes over the data.")] = 1,
-    steps: Annotated[int | None, typer.Option(metavar="N", help="Stop after this many steps.")] = None,
+    epochs: Annotated[int, typer.Option(metavar="N", min=1, help="Passes over the data.")] = 1,
+    steps: Annotated[int | None, typer.Option(metavar="N", min=1, help="Stop after this many steps.")] = None,
     weights: Annotated[Path | None, typer.Option(metavar="FILE", help="Start from these weights.")] = None,
     save: Annotated[Path | None, typer.Option(metavar="FILE", help="Save weights and optimizer state at the end.")] = None,
     device: Annotated[str | None, typer.Option(metavar="NAME", autocompletion=devices,
@@ -66,7 +67,7 @@ def command(
                                                     help="Hyperparameter, e.g. lr=0.01. Can be repeated.")] = None,
     seed: Annotated[int, typer.Option(metavar="N", help="Seed for dropout and for the order of digits.")] = 0,
     tiles: Annotated[str | None, typer.Option(metavar="TILES", help="Tiles of its own: 4, chips:1, gpus:1, all.")] = None,
-    threads: Annotated[int | None, typer.Option(metavar="N", help="CPU threads. All cores by default.")] = None,
+    threads: Annotated[int | None, typer.Option(metavar="N", min=1, help="CPU threads. All cores by default.")] = None,
     reduce: Annotated[Place, typer.Option(help="With several ranks: where gradients are averaged.")] = Place.device,
     algorithm: Annotated[How, typer.Option(help="With several ranks: how the host averages them.")] = How.auto,
     shard: Annotated[bool, typer.Option("--shard", help="Share out the optimizer state among the ranks.")] = False,
@@ -110,8 +111,10 @@ def command(
         name, _, text = item.partition("=")
         try:
             values[name] = float(text)
+            if not math.isfinite(values[name]):
+                raise ValueError
         except ValueError:
-            raise UserError("hyper-unknown", f"--hyper {item}", expected="name=number, such as lr=0.01") from None
+            raise UserError("hyper-unknown", f"--hyper {item}", expected="name=number, such as lr=0.01, and finite") from None
     session.set(values)
     if run_dir is not None:
         from .in_folder import train
@@ -142,7 +145,7 @@ def command(
                 for loss in found:
                     losses.append(loss)
                     if lines:
-                        lines.write(json_lib.dumps({"step": len(losses), "epoch": epoch + 1, "loss": loss}) + "\n")
+                        lines.write(json_lib.dumps(strict({"step": len(losses), "epoch": epoch + 1, "loss": loss})) + "\n")
                 now = time.perf_counter()
                 if not json and first and now - last > 2.0:
                     err.print(f"epoch {epoch + 1}/{epochs}, step {len(losses)}: loss {losses[-1]:.4f}, "
@@ -152,6 +155,10 @@ def command(
         if lines:
             lines.close()
     took = time.perf_counter() - begin
+    bad = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), None)
+    if bad is not None and first:
+        err.print(f"tilework: warning: from step {bad + 1} on the loss is {losses[bad]}; --nan-error stops there, and "
+                  "--run-dir names the record", markup=False)  # fmt: skip
     if not losses:
         raise UserError("data-empty", "the data contained no complete batch", found=data,
                         expected=f"at least {session.manifest.signature.num_rows} rows")  # fmt: skip
@@ -172,7 +179,8 @@ def command(
     else:
         tail = losses[-max(1, len(losses) // 20) :]
         out.print(f"{len(losses)} steps in {took:.2f} s ({len(losses) / took:.0f} steps/s) on {session.device_name}; "
-                  f"loss {losses[0]:.4f} -> {sum(tail) / len(tail):.4f}" + (f"; saved {save}" if save else ""))  # fmt: skip
+                  f"loss {losses[0]:.4f} -> {sum(tail) / len(tail):.4f} (mean of the last {len(tail)})"
+                  + (f"; saved {save}" if save else ""))  # fmt: skip
         if ranks:
             each = ", ".join(f"{v:.0f}" for v in ranks["samples_per_second_by_rank"])
             out.print(f"{ranks['ranks']} ranks: {each} samples/s, {ranks['samples_per_second']:.0f} together; "

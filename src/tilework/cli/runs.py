@@ -21,8 +21,11 @@ def command(
 ) -> None:
     from rich.table import Table
 
+    from ..errors import UserError
     from ..runs.report import find, number, summary
 
+    if not folder.is_dir():
+        raise UserError("run-folder", f"{folder} is not a folder", fix="tilework runs FOLDER")
     found = [summary(path) for path in find(folder)]
     if json:
         print_json([asdict(run) for run in found])
@@ -42,4 +45,4 @@ def command(
         table.add_column(name, justify="right" if right else "left", overflow="fold")
     for run in found:
         table.add_row(run.name, run.state, f"{run.step}/{run.steps}", number(run.loss), number(run.rate), run.started)
-    out.print(table)
+    out.print(table, width=out.width if out.is_terminal else 1000)

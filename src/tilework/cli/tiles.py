@@ -162,4 +162,6 @@ def state(session: SessionView) -> str:
     if session.hung:
         return "hung"
     held = "held, " if session.kind != "shared" else ""
-    return f"{held}idle for {duration(session.idle_seconds)}" if session.idle_seconds >= 10 else f"{held}{session.state}"
+    if session.idle_seconds >= 10:
+        return f"{held}idle for {duration(session.idle_seconds)}"
+    return held + (session.activity if session.shares else session.state)

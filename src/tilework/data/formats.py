@@ -5,6 +5,7 @@ h5py and Pillow are needed for their formats alone: pip install 'tilework[data]'
 
 from __future__ import annotations
 
+import csv as csv_library
 import gzip
 import os
 import struct
@@ -73,11 +74,15 @@ def tokens(path: str, length: int, *, same: bool = False, dtype: str = "uint16")
     return Each(max(0, (len(whole) - 1) // length), read, lambda n: f"{path}, tokens {n * length} and on")
 
 
+def _cells(line: bytes) -> list[str]:
+    return [cell.strip() for cell in next(csv_library.reader([line.decode("utf-8-sig").strip()]), [])]
+
+
 def csv(path: str, targets: Sequence[str]) -> Each:
     """Numbers with commas, names in the first line. Inputs are all columns that are not targets, as one tensor."""
     places, lines = [], []  # where each record begins, and its line
     with open(existing(path), "rb") as f:
-        names = f.readline().decode().strip().split(",")
+        names = _cells(f.readline())
         at = f.tell()
         for number, line in enumerate(f, start=2):
             if line.strip():
@@ -94,7 +99,7 @@ def csv(path: str, targets: Sequence[str]) -> Each:
     def read(number: int) -> Record:
         with open(path, "rb") as f:
             f.seek(begins[number])
-            parts = f.readline().decode().strip().split(",")
+            parts = _cells(f.readline())
         if len(parts) != len(names):
             raise ValueError(f"{len(parts)} values, expected {len(names)}")
         values = [float(p) for p in parts]

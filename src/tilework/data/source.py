@@ -69,8 +69,11 @@ def _picked(tensor: Tensor, numbers: np.ndarray) -> Tensor:
 
 
 class Each:
-    """A source that reads its records one by one, by a function from the number to the record. What the first of them that can be
-    read looks like is what all have to look like."""
+    """A source that reads its records one by one, by a function from the number to the record: tensors, arrays or numbers, in the
+    order of the step's inputs and targets. What the first of them that can be read looks like is what all have to look like.
+
+    count   how many there are
+    place   from the number to where that record lies, for messages: str, or a function that names a file"""
 
     def __init__(self, count: int, read: Callable[[int], Record], place: Callable[[int], str]) -> None:
         self._count, self._read, self.place = count, read, place
@@ -95,7 +98,7 @@ class Each:
 
     def _one(self, number: int) -> Record:
         try:
-            return self._read(number)
+            return tuple(t if isinstance(t, Tensor) else as_tensor(np.asarray(t)) for t in self._read(number))
         except TileworkError:
             raise
         except Exception as e:  # whatever a decoder raises

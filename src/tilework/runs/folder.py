@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import platform
 import time
@@ -76,7 +77,7 @@ class RunFolder:
 
     def note(self, **facts: Any) -> None:
         """Add facts to run.json."""
-        text = json.dumps({**self.read(), **facts}, indent=1, default=str)
+        text = json.dumps(finite({**self.read(), **facts}), indent=1, default=str)
         write_whole(self.path / NOTE, lambda f: f.write(text.encode() + b"\n"))
 
     def read(self) -> dict[str, Any]:
@@ -93,13 +94,13 @@ class RunFolder:
 
     def cut_metrics(self, step: int) -> None:
         """Forget what came after the checkpoint of this step: it will be computed again. A line that was cut off goes too."""
-        kept = [json.dumps(line) + "\n" for line in self.metrics() if line["step"] <= step]
+        kept = [json.dumps(finite(line)) + "\n" for line in self.metrics() if line["step"] <= step]
         with _writing(self.path):
             write_whole(self.path / METRICS, lambda f: f.write("".join(kept).encode()))
 
     def add_metrics(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Lines that the disk does not take wait for the next call: `waiting`, `problem`."""
-        self.waiting += [json.dumps(line) + "\n" for line in lines]
+        self.waiting += [json.dumps(finite(line)) + "\n" for line in lines]
         before = None
         try:
             with open(self.path / METRICS, "ab") as f:
@@ -124,7 +125,12 @@ class RunFolder:
             except ValueError:
                 continue
             if isinstance(found, dict) and isinstance(found.get("step"), int):
-                yield found
+                yield {k: math.nan if v is None else v for k, v in found.items()}
+
+
+def finite(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """What is not a finite number becomes null: JSON has no other word for it."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in facts.items()}
 
 
 @contextlib.contextmanager

@@ -137,7 +137,11 @@ class Training:
         if self._log_dir is not None:
             from .board import Board
 
-            self._board = Board(self._log_dir, self.session.num_steps)
+            try:
+                self._board = Board(self._log_dir, self.session.num_steps)
+            except OSError as e:
+                raise MachineError("run-unwritten", f"{self._log_dir}: nothing can be written there", found=str(e),
+                                   fix="name a folder that you can write to (--log-dir)") from e  # fmt: skip
         try:
             with _listening(self):
                 self._train(position)

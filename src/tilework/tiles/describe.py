@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 MOST_WAITING = 64  # requests in a view
 IDLE_SECONDS = 10.0  # who holds tiles and does nothing for so long is idle
-BUSY_PERCENT = 5.0  # less of everything is idling
 
 
 @cache
@@ -110,9 +109,7 @@ def _state(lease: SessionView | None, drained: str | None) -> State:
 def _activity(lease: SessionView | None) -> str:
     if lease is None:
         return ""
-    busy = {k: v for k, v in lease.shares.items() if k != "idle"}
-    most = max(busy, key=busy.__getitem__, default="idle")
-    return most if busy.get(most, 0.0) >= BUSY_PERCENT else "idle"
+    return lease.activity
 
 
 def view(daemon: Daemon, uid: int, window: float, platform: str | None = None) -> View:

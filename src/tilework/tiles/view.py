@@ -10,6 +10,7 @@ import msgspec
 # A tile is free; held; held by somebody who has done nothing for a while; held by somebody who hangs; drained, but still held;
 # drained.
 State = Literal["free", "held", "held-idle", "hung", "draining", "drained"]
+BUSY_PERCENT = 5.0  # less of everything is idling
 STATES: tuple[State, ...] = ("free", "held", "held-idle", "hung", "draining", "drained")
 
 
@@ -59,6 +60,13 @@ class SessionView(msgspec.Struct):
     idle_seconds: float = 0.0
     stuck_seconds: float = 0.0
     stack: str = ""  # for its owner and root
+
+    @property
+    def activity(self) -> str:
+        """What it did most of the time; `state` is a moment's, which may lie between two steps."""
+        busy = {k: v for k, v in self.shares.items() if k != "idle"}
+        most = max(busy, key=busy.__getitem__, default="idle")
+        return most if busy.get(most, 0.0) >= BUSY_PERCENT else "idle"
 
 
 class WaitingView(msgspec.Struct):

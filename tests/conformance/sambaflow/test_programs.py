@@ -464,7 +464,6 @@ def test_measure_performance_times_the_steps_that_it_makes(compiled, monkeypatch
     assert core.num_steps - before >= 60  # ten to warm up
 
 
-
 def test_saving_and_loading_after_the_conversion(compiled, tmp_path) -> None:
     _, model, _, _ = compiled(net, "-b", "4")
     x, y = batch()
