@@ -100,7 +100,6 @@ def test_models_that_are_wrapped_or_lazy() -> None:
         (nn.DataParallel(nn.Linear(6, 3)), "model.module"),
         (torch.compile(nn.Linear(6, 3)), "original"),
         (nn.LazyLinear(3), "no shape yet"),
-        (nn.Linear(6, 3, device="meta"), "model.cpu()"),
     ):
         with pytest.raises(tilework.UserError, match="step-argument") as e:
             step_of(model, optimizer=None)
