@@ -298,3 +298,12 @@ def test_setOptimizer_between_the_file_and_the_first_call(tmp_path) -> None:
         other(X, Y)
     other.setOptimizer(sgd(model))
     other(X, Y)
+
+
+def test_what_was_compiled_offline_runs_where_it_is_loaded(tmp_path) -> None:
+    executor = poptorch.inferenceModel(Classifier(), options().useOfflineIpuTarget())
+    executor.compileAndExport(tmp_path / "m.poptorch", X)
+    with pytest.raises(poptorch.Error, match="offline device"):
+        executor(X)
+    loaded = poptorch.load(tmp_path / "m.poptorch")
+    torch.testing.assert_close(loaded(X) + 0, executor.model(X)[0] if isinstance(executor.model(X), tuple) else executor.model(X))

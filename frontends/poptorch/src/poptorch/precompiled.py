@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from . import optimizers
 from .device import recomputes
-from .enums import OutputMode
+from .enums import ConnectionType, OutputMode
 from .errors import Error
 from .executor import PoplarExecutor, version
 from .options import Options
@@ -97,6 +97,8 @@ def load(filename: str | Path, edit_opts_fn: Callable[[Options], Any] | None = N
     saved = torch.load(io.BytesIO(data), weights_only=False)
     model: nn.Module = saved["model"]
     options = saved["options"].clone()
+    if options.connection_type == ConnectionType.Never:  # compiled without a device, to be run where there is one: here
+        options.connectionType(ConnectionType.Always)
     if edit_opts_fn is not None:
         edit_opts_fn(options)
     executor = PoplarExecutor(model, options, training=saved["optimizer"] is not None, optimizer=saved["optimizer"])
