@@ -239,3 +239,37 @@ def test_a_session_trains_over_a_loader(session_of) -> None:
     assert all(torch.equal(t, many.tensors()[k]) for k, t in one.tensors().items())
     with pytest.raises(tilework.UserError, match="shorter than the data"):
         list(many.loop(tilework.Loader((x, y), batch_size=6, num_steps=4), hyper={"lr": rates[:5]}))
+
+
+def test_what_loads_ahead_leaves_the_cores_alone() -> None:
+    """torch's operators in that thread use no threads of their own. Others keep theirs, also those that begin later."""
+    from tilework.frontend.ahead import ahead
+    from tilework.threads import one_thread_here
+
+    before, found = torch.get_num_threads(), []
+    torch.set_num_threads(2)
+    try:
+
+        def look(alone: bool) -> None:
+            if alone:
+                one_thread_here()
+            found.append(torch.get_num_threads())
+
+        for alone in (True, False):
+            thread = threading.Thread(target=look, args=(alone,))
+            thread.start()
+            thread.join()
+        assert found == [1, 2] and torch.get_num_threads() == 2
+
+        def batches():
+            for _ in range(4):
+                yield torch.full((2, 3), float(torch.get_num_threads())), torch.zeros(2)
+
+        seen = [
+            float(c.inputs[0][-1, 0]) for c in tilework.Loader(batches(), num_steps=2).chunks()
+        ]  # the first comes by the caller
+        assert seen == [1.0, 1.0]
+        assert list(ahead(range(2), lambda _: torch.get_num_threads(), 1, timeout=30.0)) == [1, 1]
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
+from ..threads import one_thread_here as one_thread_here
+
 T = TypeVar("T")
 _END = object()
 
@@ -29,6 +31,7 @@ def ahead(
         return False
 
     def load() -> None:
+        one_thread_here()
         try:
             for item in items:
                 if not put(change(item)):

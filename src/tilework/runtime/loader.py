@@ -25,6 +25,7 @@ from torch.utils.data import BatchSampler, DataLoader, TensorDataset, default_co
 
 from ..artifact.structure import Structure, flatten, unflatten
 from ..errors import UserError
+from ..threads import one_thread_here
 
 _END = object()
 
@@ -340,6 +341,7 @@ def _ahead(producer: Producer, prefetch: int) -> Iterator[Chunk]:
         return room
 
     def work() -> None:
+        one_thread_here()
         try:
             for chunk in producer.produce(next_room):
                 ready.put(chunk)

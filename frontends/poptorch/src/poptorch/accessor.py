@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from tilework.frontend.ahead import one_thread_here
+
 from .enums import SharingStrategy
 from .errors import ArgumentError, Error
 
@@ -159,6 +161,7 @@ def _load(batches: Iterable[Any], ready: queue.Queue[Any], stopped: threading.Ev
                 return True
         return False
 
+    one_thread_here()
     try:
         for batch in batches:
             if not put(batch):
