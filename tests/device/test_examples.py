@@ -114,3 +114,29 @@ def test_a_model_without_weights(tmp_path: Path) -> None:
         optimizer.step()
     assert float(loss) == pytest.approx(float(expected), rel=1e-5)
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(trained.parameters(), model.parameters(), strict=True))
+
+
+def test_what_shapes_began_is_forgotten() -> None:
+    """Inference reads a value, training does not: the real run begins anew, and constants are there once."""
+    scale = torch.full((3,), 2.0)
+
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.training and not bool((x == x).all()):
+                raise ValueError("not a number")
+            return (self.layer(x * scale) * torch.tensor([1.0, 3.0])).sum()
+
+    def step(examples: str) -> tilework.Step:
+        model = Reads()
+        return tilework.Step(model=model, inputs=(torch.randn(4, 3),), loss=0, examples=examples,
+                             optimizer=torch.optim.SGD(model.parameters(), 0.1))  # fmt: skip
+
+    told: list[str] = []
+    found, expected = capture(step("shapes"), report=told.append), capture(step("data"))
+    assert any("with values" in line for line in told)
+    assert {k: t.tolist() for k, t in found.constants.items()} == {k: t.tolist() for k, t in expected.constants.items()}
+    assert {k: g.digest() for k, g in found.sections.items()} == {k: g.digest() for k, g in expected.sections.items()}

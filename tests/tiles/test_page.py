@@ -220,7 +220,7 @@ print(json.dumps(found))
 
 
 def test_one_kind_of_work_moves_one_column(artifact: Path, run_folder: Path, tmp_path: Path) -> None:
-    """Work of each kind for half a second, in a session with a lease: that column has more of the time than any other."""
+    """Work of each kind for half a second, in a session with a lease: that column has most of the time."""
     wrong: dict[str, object] = {}
     for _ in range(3):  # neighbours that take a core away for a while disturb a look: then another one counts
         done = subprocess.run([sys.executable, "-c", PROGRAM, str(artifact), json.dumps(ACTIONS)], cwd=tmp_path, text=True,
@@ -230,9 +230,7 @@ def test_one_kind_of_work_moves_one_column(artifact: Path, run_folder: Path, tmp
         for action, times in json.loads(done.stdout.splitlines()[-1]).items():
             total, name = sum(times.values()), action.split(":")[0]
             share = {c: 100 * t / total for c, t in times.items()}
-            if share[name] <= max(
-                v for c, v in share.items() if c != name
-            ):  # loading and saving also copy; how long that is depends on the disk
+            if share[name] <= 50:  # loading and saving also copy; how long that is depends on the disk
                 wrong[action] = share
         if not wrong:
             break

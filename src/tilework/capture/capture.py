@@ -80,11 +80,12 @@ def capture(
     together = synchronised(step.modules, everywhere=sync_batch_norm) if num_replicas > 1 else nullcontext()
     constants = constants or Constants()
     with _one_at_a_time, together:
-        placed = with_memory(step)
+        placed, known = with_memory(step), len(constants.values)
         if step.examples == "shapes" or placed is not step:
             try:
                 return _Capture(placed, keep_momentum, grad_norm, constants, report, shapes_only=True).run(sections)
             except NeedsValues as e:
+                constants.keep_first(known)
                 if placed is not step:
                     raise UserError("model-meta", "the model is on the meta device, and shapes are not enough to capture it",
                                     found=str(e), fix="give it weights: model.to_empty(device='cpu') and its own "
@@ -104,6 +105,11 @@ class Constants:
         self.values: dict[str, Tensor] = {}
         self._names: dict[int, str] = {}
         self._held: list[Tensor] = []  # so that an id stays its own
+
+    def keep_first(self, count: int) -> None:
+        """Forget those that came later: of a capture that was given up."""
+        self._held, self.values = self._held[:count], dict(list(self.values.items())[:count])
+        self._names = {id(t): name for t, name in zip(self._held, self.values, strict=True)}
 
     def name_of(self, tensor: Tensor) -> str:
         if id(tensor) not in self._names:
