@@ -13,7 +13,7 @@ import torch
 from .errors import MachineError
 
 _NO_BINARY, _OUT_OF_MEMORY = 209, 2
-_MAX_DYNAMIC_SHARED = 8
+_MAX_DYNAMIC_SHARED, _ANY_CLUSTER_SIZE = 8, 14
 _MAX_STATIC = 48 << 10  # bytes of shared memory that need no asking
 _CTYPES: dict[str, Any] = {
     "i1": ctypes.c_int8, "u1": ctypes.c_uint8, "i8": ctypes.c_int8, "u8": ctypes.c_uint8, "i16": ctypes.c_int16,
@@ -37,6 +37,7 @@ def _library() -> ctypes.CDLL:
     launch: Any = [c_void_p, *[c_uint] * 7, c_void_p, c_void_p]
     library.cuLaunchKernel.argtypes = [*launch, c_void_p]
     library.cuLaunchCooperativeKernel.argtypes = launch
+    library.cuOccupancyMaxActiveClusters.argtypes = [ctypes.POINTER(c_int), c_void_p, c_void_p]
     library.cuOccupancyMaxActiveBlocksPerMultiprocessor.argtypes = [ctypes.POINTER(c_int), c_void_p, c_int, ctypes.c_size_t]
     return library
 
@@ -71,6 +72,19 @@ def resident(function: c_void_p, threads: int, shared: int) -> int:
     return found.value
 
 
+class _LaunchConfig(ctypes.Structure):
+    _fields_ = (("grid", c_uint * 3), ("block", c_uint * 3), ("shared", c_uint), ("stream", c_void_p),
+                ("attributes", c_void_p), ("num_attributes", c_uint))  # fmt: skip
+
+
+def clusters(function: c_void_p, blocks: int, threads: int, shared: int) -> int:
+    """How many clusters of a kernel that is one are on the GPU at once."""
+    found = c_int()
+    config = _LaunchConfig((c_uint * 3)(blocks, 1, 1), (c_uint * 3)(threads, 1, 1), shared, None, None, 0)
+    status = _library().cuOccupancyMaxActiveClusters(ctypes.byref(found), function, ctypes.byref(config))
+    return found.value if status == 0 else 0
+
+
 _dropped: list[tuple[int, c_void_p]] = []  # (GPU, module) that nobody has any more; the next load unloads them
 
 
@@ -88,11 +102,13 @@ class Module:
                 _library().cuModuleUnload(handle)
         _check(_library().cuModuleLoadData(ctypes.byref(self._handle), code), f"loading {name}")
 
-    def function(self, name: str, shared: int = 0) -> c_void_p:
+    def function(self, name: str, shared: int = 0, *, large_cluster: bool = False) -> c_void_p:
         found = c_void_p()
         _check(_library().cuModuleGetFunction(ctypes.byref(found), self._handle, name.encode()), f"{self.name}: kernel {name}")
         if shared > _MAX_STATIC:
             _check(_library().cuFuncSetAttribute(found, _MAX_DYNAMIC_SHARED, shared), f"{name}: {shared} bytes of shared memory")
+        if large_cluster:
+            _check(_library().cuFuncSetAttribute(found, _ANY_CLUSTER_SIZE, 1), f"{name}: a cluster of more than 8 blocks")
         return found
 
     def close(self) -> None:

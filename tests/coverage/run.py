@@ -1,6 +1,6 @@
 """The coverage table: every case in a process of its own.
 
-python tests/coverage/run.py [--only PATTERN] [--jobs 2] [--out docs/coverage.md] [--json FILE [--go-on]]
+python tests/coverage/run.py [--only PATTERN] [--jobs 2] [--device cpu] [--out docs/coverage.md] [--json FILE [--go-on]]
 python tests/coverage/run.py --case hf/bert       one, in this process, with its traceback
 """
 
@@ -26,15 +26,15 @@ from judge import Outcome, all_cases, run
 OPTIONS = {"programs": "fused", "opt_level": 1}
 
 
-def one(name: str) -> Outcome:
+def one(name: str, device: str) -> Outcome:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        return run(name, Path(folder), **OPTIONS)
+        return run(name, Path(folder), device=device, **OPTIONS)
 
 
-def apart(name: str) -> Outcome:
+def apart(name: str, device: str) -> Outcome:
     """In a process of its own: one that ends it is a failure of that case and not the end of all."""
-    command = [sys.executable, __file__, "--case", name, "--quiet"]
+    command = [sys.executable, __file__, "--case", name, "--device", device, "--quiet"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     except subprocess.TimeoutExpired:
@@ -52,11 +52,12 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--json", type=Path, help="outcomes, written after each case")
     parser.add_argument("--go-on", action="store_true", help="leave out the cases that --json has already")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--case")
     parser.add_argument("--quiet", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.case:
-        outcome = one(args.case)
+        outcome = one(args.case, args.device)
         print("OUTCOME", json.dumps(vars(outcome))) if args.quiet else print(outcome)
         return 0 if outcome.trains else 1
     names = [n for n in all_cases() if any(fnmatch.fnmatch(n, p) for p in args.only.split(","))]
@@ -65,7 +66,7 @@ def main() -> int:
         found = {n: Outcome(**o) for n, o in json.loads(args.json.read_text()).items() if n in names}
 
     def show(name: str) -> None:
-        found[name] = outcome = apart(name)
+        found[name] = outcome = apart(name, args.device)
         if args.json:
             args.json.write_text(json.dumps({n: vars(o) for n, o in list(found.items())}, indent=1))
         said = " ".join(outcome.detail.split())[:230]

@@ -1,6 +1,6 @@
 """Fuzzing by hand:
 
-    python tests/fuzz/run.py --programs 500 --seed 3 [--device cpu|reference|both] [--minutes 20] [--jobs 1] [--asan]
+    python tests/fuzz/run.py --programs 500 --seed 3 [--device cpu|reference|both|cuda] [--minutes 20] [--jobs 1] [--asan]
     python tests/fuzz/run.py --program 3/17            one program again: its source, and what is wrong with it
     python tests/fuzz/run.py --recipe "{...}"          the same for a recipe
 
@@ -31,7 +31,7 @@ from programs import Recipe, drawn, source
 from shrink import shrink
 
 HERE = Path(__file__).resolve()
-DEVICES = {"cpu": ("cpu",), "reference": ("reference",), "both": ("reference", "cpu")}
+DEVICES = {"cpu": ("cpu",), "reference": ("reference",), "both": ("reference", "cpu"), "cuda": ("cuda",)}
 
 
 def one(recipe: Recipe, devices: tuple[str, ...]) -> str:

@@ -50,6 +50,7 @@ class Translation:
         self.env: dict[str, Any] = {}  # name -> fx node, or several of them for an operator with several results
         self.known: dict[Any, torch.fx.GraphModule] = {}
         self.updates: dict[str, Any] = {}  # node -> the arguments of an update in place
+        self.types: dict[str, TensorType | None] = dict(graph.types)  # as they were captured, by name
         self.kept: dict[Any, Any] = {}  # for operators that are written otherwise: what one leaves for another
 
     def run(self) -> torch.fx.GraphModule:
@@ -65,15 +66,13 @@ class Translation:
                 self.env[node.name] = self._call(node, self.called[node.name])
             elif node.op in self.otherwise:
                 self.env[node.name] = self.otherwise[node.op](self, *args, **kwargs)
-            elif op in self.simpler:
-                self.env[node.name] = self.inline(op, args, kwargs)
             elif op is operator.getitem and isinstance(args[0], (list, tuple)):
                 self.env[node.name] = args[0][args[1]]
+            elif self.device.type == "cpu":
+                self.env[node.name] = self.inline(op, args, kwargs) if op in self.simpler else self._plain(node, op, args, kwargs)
             else:
-                made = self.env[node.name] = self.fx.call_function(op, args, kwargs)
-                fakes = tuple(self._fake(t) if t else None for t in node.types)
-                several = op is not operator.getitem and len(op._schema.returns) > 1
-                made.meta["val"] = fakes if several else fakes[0]
+                self.env[node.name] = self._restrided(node, op, args, kwargs)
+            self.types[node.name] = node.types[0]
         self._store()
         self.fx.output(())
         for made in self.fx.nodes:
@@ -85,6 +84,49 @@ class Translation:
         _compute_once(graph, kept)
         verify_order(graph, self.graph.name)
         return torch.fx.GraphModule({}, graph)
+
+    def _plain(self, node: Node, op: Any, args: Any, kwargs: Any) -> Any:
+        made = self.fx.call_function(op, args, kwargs)
+        fakes = tuple(self._fake(t) if t else None for t in node.types)
+        several = op is not operator.getitem and len(op._schema.returns) > 1
+        made.meta["val"] = fakes if several else fakes[0]
+        return made
+
+    def _restrided(self, node: Node, op: Any, args: Any, kwargs: Any) -> Any:
+        """Where operators are written otherwise, their results may lie otherwise than in the graph, and so what comes of them.
+        An operator that asks for the graph's own strides gets copies that have them."""
+        as_captured = "as_strided" in node.op or node.op == "aten.view.dtype"
+        if not as_captured:
+            try:
+                return self._followed(op, args, kwargs)
+            except (RuntimeError, ValueError):  # a view that there is not with these strides
+                pass
+        args, kwargs = self._value(node.args, True), self._value(node.kwargs, True)
+        try:
+            return self._followed(op, args, kwargs)
+        except RuntimeError:
+            if op in self.simpler:
+                raise
+            return self._plain(node, op, args, kwargs)  # what runs only where there is such a device
+
+    def _followed(self, op: Any, args: Any, kwargs: Any) -> Any:
+        if op in self.simpler:
+            return self.inline(op, args, kwargs)
+        with self.mode:
+            value = op(*pytree.tree_map(_fake_of, args), **pytree.tree_map(_fake_of, kwargs))
+        made = self.fx.call_function(op, args, kwargs)
+        made.meta["val"] = tuple(value) if isinstance(value, list) else value
+        return made
+
+    def _lying(self, value: torch.fx.Node, kind: TensorType | None) -> torch.fx.Node:
+        """`value` with the strides of `kind`, where these are a dense tensor's."""
+        found = value.meta.get("val")
+        if kind is None or not isinstance(found, torch.Tensor) or found.stride() == tuple(kind.stride):
+            return value
+        order = sorted(range(found.dim()), key=lambda i: -kind.stride[i])
+        turned = self.emit(aten.permute.default, value, order)
+        copied = self.emit(aten.clone.default, turned, memory_format=torch.contiguous_format)
+        return self.emit(aten.permute.default, copied, [order.index(i) for i in range(found.dim())])  # type: ignore[no-any-return]
 
     def _store(self) -> None:
         """Results go to their buffers. One that is a view of a buffer which changes as well is copied before anything changes."""
@@ -140,6 +182,14 @@ class Translation:
             results[-1].meta["val"] = value
         return results
 
+    def counting(self, n: int) -> torch.fx.Node:
+        """0 to n - 1. Made without running anything, as a machine without such a device can."""
+        how: dict[str, Any] = {"start": 0, "step": 1, "dtype": torch.int64, "device": self.device, "requires_grad": False}
+        made = self.fx.call_function(torch.ops.prims.iota.default, (n,), how)
+        with self.mode:
+            made.meta["val"] = torch.empty_strided((n,), (1,), dtype=torch.int64, device=self.device)
+        return made
+
     def trace(self, function: Callable[..., Any], *args: torch.fx.Node) -> Any:
         """A function of tensors, in Inductor's operators."""
         with self.mode:
@@ -147,13 +197,14 @@ class Translation:
             made = make_fx(function, decomposition_table=self.simpler)(*fresh)
         return self._copied(made.graph, iter(args))
 
-    def _value(self, value: Any) -> Any:
+    def _value(self, value: Any, as_captured: bool = False) -> Any:
         if isinstance(value, Ref):
-            return self.env[value.name]
+            found = self.env[value.name]
+            return self._lying(found, self.types[value.name]) if as_captured and isinstance(found, torch.fx.Node) else found
         if isinstance(value, dict):
-            return {k: self._value(v) for k, v in value.items()}
+            return {k: self._value(v, as_captured) for k, v in value.items()}
         if isinstance(value, (list, tuple)):
-            return type(value)(self._value(v) for v in value)
+            return type(value)(self._value(v, as_captured) for v in value)
         if isinstance(value, torch.device) and value.type == "cpu":
             return self.device
         return value

@@ -127,7 +127,7 @@ def _whole(graph: Graph, target: Any, report: Report) -> tuple[dict[str, bytes],
     report(f"{graph.name}: one kernel for the loop, {owned.num_barriers} barriers a step, {owned.blocks} blocks; {how}")
     entry = {"function": best.NAME, "member": kernels.member(code), "blocks": emitted.blocks, "threads": emitted.threads,
              "shared": emitted.shared, "scratch": emitted.scratch, "buffers": list(emitted.buffers),
-             "barriers": owned.num_barriers, "estimate": owned.estimate, "chosen": how}  # fmt: skip
+             "cluster": emitted.cluster, "barriers": owned.num_barriers, "estimate": owned.estimate, "chosen": how}  # fmt: skip
     return {kernels.member(code): code}, {"whole": entry}
 
 

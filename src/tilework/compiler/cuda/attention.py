@@ -4,6 +4,7 @@ none (float32, a mask, an odd head size). Both keep the same two results: the ou
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 import torch
@@ -11,6 +12,9 @@ import torch
 from ..to_fx import Otherwise, Translation
 
 aten = torch.ops.aten
+
+
+CUDNN = os.environ.get("TILEWORK_ATTENTION", "cudnn") == "cudnn"
 
 
 def _kind(x: Any) -> torch.Tensor:
@@ -39,6 +43,11 @@ def _expanded(t: Translation, mask: Any, q: Any, k: Any) -> Any:
 
 def _forward(t: Translation, q: Any, k: Any, v: Any, dropout: float = 0.0, causal: bool = False, *, attn_mask: Any = None,
              scale: float | None = None) -> Any:  # fmt: skip
+    if _fused(q, k, v, attn_mask, causal) and CUDNN:
+        made = t.emit(aten._scaled_dot_product_cudnn_attention.default, q, k, v, None, True, 0.0, causal, False, scale=scale)
+        rows = t.emit(aten.squeeze.dim, made[1], -1)
+        t.kept[rows] = made
+        return made[0], rows
     if _fused(q, k, v, attn_mask, causal):
         made = t.emit(aten._scaled_dot_product_flash_attention.default, q, k, v, 0.0, causal, False, scale=scale)
         t.kept[made[1]] = made
@@ -69,6 +78,10 @@ def _backward(t: Translation, grad: Any, q: Any, k: Any, v: Any, out: Any, row: 
         made = t.emit(aten._scaled_dot_product_efficient_attention_backward.default, grad, q, k, v, bias, out, whole, seed,
                       offset, 0.0, [True, True, True, False], causal, scale=scale)  # fmt: skip
         return made[:3]
+    if row in t.kept and CUDNN:
+        _, sums, _, _, max_q, max_k, seed, offset, _ = t.kept[row]
+        return t.emit(aten._scaled_dot_product_cudnn_attention_backward.default, grad, q, k, v, out, sums, seed, offset, None,
+                      None, None, max_q, max_k, 0.0, causal, scale=scale)  # fmt: skip
     if row in t.kept:
         _, _, cum_q, cum_k, max_q, max_k, seed, unused, *_ = t.kept[row]
         return t.emit(aten._scaled_dot_product_flash_attention_backward.default, grad, q, k, v, out, row, cum_q, cum_k, max_q,

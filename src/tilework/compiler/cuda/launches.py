@@ -20,12 +20,12 @@ from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...artifact.graph import DTYPES, Graph, dtype_name
+from ...artifact.graph import DTYPES, MEMORY_FORMATS, Graph, dtype_name
 from ...errors import BugError
 from ...process import without_warnings
 from .. import inductor_fixes, lowerings
 from ..to_fx import to_fx
-from . import attention
+from . import attention, convolutions, losses, products
 from .target import Target, assumed, patterns_without_a_gpu
 
 DEVICE = "cuda:0"
@@ -104,20 +104,20 @@ def launches(graph: Graph, target: Target) -> Launches:
     mode = FakeTensorMode(static_shapes=True, shape_env=torch.fx.experimental.symbolic_shapes.ShapeEnv())
     chosen = {k: v for k, v in settings().items() if hasattr(config, k.split(".")[0])}
     with torch.no_grad(), without_warnings(), inductor_fixes.applied(), assumed(target), config.patch(chosen):
-        module = to_fx(graph, mode, device=DEVICE, otherwise=attention.WRITTEN)
-        source = _wrapper(module, mode, target)
+        last = convolutions.channels_last(graph)
+        otherwise = attention.WRITTEN | losses.WRITTEN | products.WRITTEN | (convolutions.WRITTEN if last else {})
+        source = _wrapper(to_fx(graph, mode, device=DEVICE, otherwise=otherwise), mode, target, last)
         return _Recorder(graph, mode).record(source)
 
 
-def _wrapper(module: torch.fx.GraphModule, mode: FakeTensorMode, target: Target) -> str:
+def _wrapper(module: torch.fx.GraphModule, mode: FakeTensorMode, target: Target, channels_last: bool) -> str:
     """The text of Inductor's Python function."""
     inputs = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
     with V.set_fake_mode(mode), DebugContext():
         with patterns_without_a_gpu(target):
             module = _recursive_joint_graph_passes(module, input_device=torch.device(DEVICE))
             _recursive_post_grad_passes(module, is_inference=True)
-        lowering = GraphLowering(module, example_inputs=inputs, is_inference=True,
-                                 layout_opt=GraphLowering.decide_layout_opt(module, is_inference=False))  # fmt: skip
+        lowering = GraphLowering(module, example_inputs=inputs, is_inference=True, layout_opt=channels_last)
         with V.set_graph_handler(lowering):
             lowering.run(*inputs)
             code = lowering.codegen()[0]
@@ -183,6 +183,7 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        func = _IN_MEMORY.get(func, func)
         result = func(*args, **kwargs)
         if getattr(self, "_silent", False) or func.namespace == "prim" or _is_view(func):
             return result
@@ -248,6 +249,11 @@ class _quiet:
 
 _ALLOCATES = {torch.ops.aten.empty_strided.default, torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty_strided.default,
               torch.ops.aten.new_empty.default}  # fmt: skip
+
+
+# Views that are seen otherwise by a mark on the tensor, which a launch plan does not have: made for real.
+_IN_MEMORY = {torch.ops.aten._conj.default: torch.ops.aten._conj_physical.default,
+              torch.ops.aten._neg_view.default: torch.ops.aten.neg.default}  # fmt: skip
 
 
 def _is_view(func: Any) -> bool:
@@ -331,7 +337,7 @@ def as_json(made: Launches, kernels: Mapping[str, dict[str, Any]]) -> dict[str, 
         if v is None or isinstance(v, (bool, int, float, str)):
             return v
         if isinstance(v, torch.memory_format):
-            return {"memory_format": str(v).removeprefix("torch.")}
+            return {"memory_format": next(name for name, known in MEMORY_FORMATS.items() if known == v)}
         if isinstance(v, torch.layout):
             return {"layout": str(v)}
         raise BugError("compile-launches", f"a call takes an argument of type {type(v).__name__}")
@@ -346,8 +352,9 @@ def as_json(made: Launches, kernels: Mapping[str, dict[str, Any]]) -> dict[str, 
             steps.append({"kernel": kernel["function"], "member": kernel["member"], "grid": grid, "threads": kernel["threads"],
                           "shared": kernel["shared"], "args": [[t, a] for t, a in zip(types, args, strict=True)]})  # fmt: skip
         else:
-            steps.append({"call": step.op, "args": value(step.args), "kwargs": {k: value(v) for k, v in step.kwargs.items()},
-                          "results": [None if r is None else r.place.name for r in step.results]})  # fmt: skip
+            results = [None if r is None else [r.place.name, r.shape, r.stride] for r in step.results]
+            kwargs = {k: value(v) for k, v in step.kwargs.items()}
+            steps.append({"call": step.op, "args": value(step.args), "kwargs": kwargs, "results": results})
     return {"temporary_bytes": num_bytes, "result_bytes": _result_bytes(made), "steps": steps}
 
 

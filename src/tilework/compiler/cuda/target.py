@@ -113,12 +113,14 @@ def assumed(target: Target) -> Iterator[None]:
     }
     if not torch.cuda.is_available() and hasattr(torch._C, "_ensureCUDADeviceGuardSet"):
         torch._C._ensureCUDADeviceGuardSet()
+    formats = _convolution_format if not torch.cuda.is_available() else torch._C._conv_determine_backend_memory_format
     with (
         _lock,
         mock.patch.multiple(torch.cuda, **asked),
         mock.patch.object(DeviceProperties, "create", classmethod(lambda cls, device: known)),
         mock.patch.object(fake_tensor, "init_gpu_context", lambda *_: None),
         mock.patch.object(triton_helpers, "set_driver_to_gpu", lambda: None),
+        mock.patch.object(torch._C, "_conv_determine_backend_memory_format", formats),
         mock.patch.dict(interface.caching_worker_device_properties, {"cuda": [properties]}),
     ):
         driver = triton.runtime.driver
@@ -130,6 +132,16 @@ def assumed(target: Target) -> Iterator[None]:
         finally:
             driver._active = before
             _forget()
+
+
+def _convolution_format(x: torch.Tensor, weight: torch.Tensor, backend: Any) -> torch.memory_format:
+    """How cuDNN lays out what it makes; torch asks the library, where there is a GPU."""
+    for t in (x, weight):
+        if t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last) and not t.is_contiguous():
+            return torch.channels_last
+        if t.dim() == 5 and t.is_contiguous(memory_format=torch.channels_last_3d) and not t.is_contiguous():
+            return torch.channels_last_3d
+    return torch.contiguous_format
 
 
 def _forget() -> None:

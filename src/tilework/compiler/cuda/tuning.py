@@ -86,8 +86,9 @@ def time_loop(code: bytes, name: str, emitted: Any, graph: Graph) -> float:
         ("u64", 0),
     ]
     module = Module(code, name)
-    kernel = Kernel(module.function(name, emitted.shared), (emitted.blocks, 1, 1), emitted.threads, emitted.shared, args,
-                    cooperative=emitted.blocks > 1, name=name)  # fmt: skip
+    function = module.function(name, emitted.shared, large_cluster=emitted.cluster)
+    kernel = Kernel(function, (emitted.blocks, 1, 1), emitted.threads, emitted.shared, args,
+                    cooperative=emitted.blocks > 1 and not emitted.cluster, name=name)  # fmt: skip
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     best = float("inf")
     for _ in range(3):

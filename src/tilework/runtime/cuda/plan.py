@@ -61,16 +61,16 @@ class Plan:
 
     def _call(self, step: Mapping[str, Any], over: list[str]) -> Callable[[], None]:
         operator = _operator(step["call"])
-        names: list[str | None] = step["results"]
+        expected: list[tuple[str, list[int], list[int]] | None] = step["results"]
         moving = "result" in json.dumps([step["args"], step["kwargs"]])
         fixed = None if moving else (self._value(step["args"]), {k: self._value(v) for k, v in step["kwargs"].items()})
 
         def call() -> None:
             args, kwargs = fixed or (self._value(step["args"]), {k: self._value(v) for k, v in step["kwargs"].items()})
             made = operator(*args, **kwargs)
-            for name, value in zip(names, made if isinstance(made, (tuple, list)) else [made], strict=True):
-                if name is not None:
-                    self.results[name] = value
+            for wanted, value in zip(expected, made if isinstance(made, (tuple, list)) else [made], strict=True):
+                if wanted is not None:
+                    self.results[wanted[0]] = _lying(value, *wanted[1:])
             for name in over:
                 self.results.pop(name, None)
 
@@ -101,6 +101,9 @@ class Plan:
         if owner.dtype == torch.uint64:
             return owner
         begin = owner.storage_offset() if "buffer" in view else 0
+        if dtype != owner.dtype:  # complex numbers as pairs of real ones, or the other way round
+            first = begin * owner.itemsize // dtype.itemsize + offset
+            return torch.empty(0, dtype=dtype, device=owner.device).set_(owner.untyped_storage(), first, shape, stride)
         return owner.as_strided(shape, stride, begin + offset)
 
     def _value(self, v: Any) -> Any:
@@ -124,6 +127,15 @@ class Plan:
         raise UserError("artifact-manifest", f"a launch plan has an argument of an unknown kind: {kind}", fix="compile again")
 
 
+def _lying(value: Tensor, shape: list[int], stride: list[int]) -> Tensor:
+    """As the kernels that follow read it. Libraries may lay out a result otherwise than they did where the code was made."""
+    if list(value.stride()) == stride or value.numel() == 0 or value.dtype == torch.uint64:
+        return value
+    if all(n == 1 or a == b for n, a, b in zip(shape, value.stride(), stride, strict=True)):
+        return value
+    return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device).copy_(value)
+
+
 def _last_uses(steps: list[Mapping[str, Any]]) -> dict[str, int]:
     """Result -> the last step that touches it."""
     found: dict[str, int] = {}
@@ -139,9 +151,9 @@ def _last_uses(steps: list[Mapping[str, Any]]) -> dict[str, int]:
                 look(v, at)
 
     for at, step in enumerate(steps):
-        for name in step.get("results", ()):
-            if name is not None:
-                found[name] = at
+        for result in step.get("results", ()):
+            if result is not None:
+                found[result[0]] = at
         look([step["args"], step.get("kwargs", {})], at)
     # A kernel does not let go of anything: the next call does.
     calls = [at for at, step in enumerate(steps) if "call" in step]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...errors import UserError
-from ...gpu import Kernel, copy_within, resident
+from ...gpu import Kernel, clusters, copy_within, resident
 from ..devices import Call
 
 if TYPE_CHECKING:
@@ -38,7 +38,8 @@ class Whole:
         self.scratch = device.scratch(int(entry["scratch"]))
         self.grid, self.threads, self.shared = (int(entry["blocks"]), 1, 1), int(entry["threads"]), int(entry["shared"])
         self.name = str(entry["function"])
-        self.function = device.module(str(entry["member"])).function(self.name, self.shared)
+        self.cluster = bool(entry.get("cluster"))
+        self.function = device.module(str(entry["member"])).function(self.name, self.shared, large_cluster=self.cluster)
 
     @staticmethod
     def fits(device: Device, entry: dict[str, Any]) -> bool:
@@ -48,7 +49,10 @@ class Whole:
         blocks, threads, shared = int(entry["blocks"]), int(entry["threads"]), int(entry["shared"])
         if shared > kind.shared_memory_per_block_optin:
             return False
-        function = device.module(str(entry["member"])).function(str(entry["function"]), shared)
+        cluster = bool(entry.get("cluster"))
+        function = device.module(str(entry["member"])).function(str(entry["function"]), shared, large_cluster=cluster)
+        if cluster:
+            return clusters(function, blocks, threads, shared) > 0
         return blocks == 1 or resident(function, threads, shared) * kind.multi_processor_count >= blocks
 
     def __call__(self, count: int) -> None:
@@ -77,7 +81,8 @@ class Whole:
             self.device.memory.tensors[name].zero_()
         args = [("*i64", self.places.data_ptr()), ("*u8", self.scratch.data_ptr()), ("*u32", self.wrong.data_ptr()),
                 ("i64", count), ("u64", head.base), ("u64", head.counter)]  # fmt: skip
-        Kernel(self.function, self.grid, self.threads, self.shared, args, cooperative=self.grid[0] > 1, name=self.name).launch()
+        together = self.grid[0] > 1 and not self.cluster
+        Kernel(self.function, self.grid, self.threads, self.shared, args, cooperative=together, name=self.name).launch()
         for name, each in slices.items():
             self.table.sums[self.rows[name][0]].view(each.shape[1:]).add_(each.sum(0))
             copy_within(self.addresses[name], each[-1].data_ptr(), copies[self.rows[name][0]].bytes)

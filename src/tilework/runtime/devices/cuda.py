@@ -47,6 +47,7 @@ class Device:
         options = manifest.fingerprint.options
         self.tf32 = bool(options.get("tf32"))
         self.deterministic = os.environ.get("TILEWORK_DETERMINISTIC", "") not in ("", "0")
+        self.searching = not self.deterministic and os.environ.get("TILEWORK_CUDNN") != "heuristic"
         self.stream, self.copies = (torch.cuda.Stream(self.torch_device) for _ in range(2))
         self.pool = torch.cuda.graph_pool_handle()
         self.uncapturable: set[str | None] = set()  # programs that need the host in between
@@ -89,7 +90,7 @@ class Device:
         before = cudnn.allow_tf32, matmul.allow_tf32, cudnn.benchmark, cudnn.deterministic
         strict = torch.are_deterministic_algorithms_enabled()
         cudnn.allow_tf32 = matmul.allow_tf32 = self.tf32
-        cudnn.benchmark, cudnn.deterministic = not self.deterministic, self.deterministic
+        cudnn.benchmark, cudnn.deterministic = self.searching, self.deterministic
         if self.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True, warn_only=True)

@@ -38,15 +38,16 @@ class Emitted:
     scratch: int  # bytes of the GPU's memory, zeroed before the launch
     threads: int
     blocks: int
+    cluster: bool = False  # of all its blocks
 
 
-def emit(made: Stages, owned: Owned, threads: int, name: str) -> Emitted:
-    return _Emitter(made, owned, threads, name).run()
+def emit(made: Stages, owned: Owned, threads: int, name: str, *, cluster: bool = False) -> Emitted:
+    return _Emitter(made, owned, threads, name, cluster).run()
 
 
 class _Emitter:
-    def __init__(self, made: Stages, owned: Owned, threads: int, name: str) -> None:
-        self.made, self.owned, self.threads, self.name = made, owned, threads, name
+    def __init__(self, made: Stages, owned: Owned, threads: int, name: str, cluster: bool) -> None:
+        self.made, self.owned, self.threads, self.name, self.cluster = made, owned, threads, name, cluster
         self.written = {a.memory for s in made.stages for _, a in s.touched() if a.write}
         self.forwarded = _forwarded(made)
         used = {a.memory for s in made.stages for _, a in s.touched()}
@@ -101,10 +102,12 @@ class _Emitter:
         lines.append("  }")
         lines.append("  tw_grid_barrier(scratch, epoch);" if blocks > 1 else "  __syncthreads();")
         lines += self._copies(into=False)
+        kind = f"__cluster_dims__({blocks}, 1, 1) " if self.cluster else ""
         source = "\n".join(
             [
+                *(["#define TW_CLUSTER"] if self.cluster else []),
                 PRELUDE.read_text(),
-                f'extern "C" __global__ void __launch_bounds__({threads}, 1) {self.name}(',
+                f'extern "C" __global__ void __launch_bounds__({threads}, 1) {kind}{self.name}(',
                 "    const long long* __restrict__ places, unsigned char* scratch, unsigned int* wrong,",
                 "    long long steps, unsigned long long base, unsigned long long counter) {",
                 "  TW_SHARED",
@@ -116,7 +119,7 @@ class _Emitter:
                 "",
             ]
         )
-        return Emitted(source, tuple(str(m.buffer) for m in self.buffers), shared, scratch, threads, blocks)
+        return Emitted(source, tuple(str(m.buffer) for m in self.buffers), shared, scratch, threads, blocks, self.cluster)
 
     def _place(self, m: Memory) -> int:
         return 2 * self.buffers.index(m)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ...to_fx import Otherwise, Translation
+from .. import losses
 
 
 class NotSmall(Exception):
@@ -28,7 +29,8 @@ def _added_product(t: Translation, c: Any, a: Any, b: Any, *, beta: float = 1, a
 
 
 def _written(t: Translation, made: Any) -> Any:
-    """Computed once: whoever needs it later does not read the bias again, which changes meanwhile."""
+    """Computed once: whoever needs it later neither computes it again for each element of its own, nor reads a bias that changes
+    meanwhile."""
     return t.emit(torch.ops.tilework.once.default, made)
 
 
@@ -100,7 +102,13 @@ def _convolution_backward(
     return results
 
 
+def _log_softmax_backward(t: Translation, *args: Any) -> Any:
+    return _written(t, losses.WRITTEN["aten._log_softmax_backward_data.default"](t, *args))
+
+
 WRITTEN: dict[str, Otherwise] = {
+    **losses.WRITTEN,
+    "aten._log_softmax_backward_data.default": _log_softmax_backward,
     "aten.mm.default": _product,
     "aten.bmm.default": _product,
     "aten.addmm.default": _added_product,

@@ -3,6 +3,11 @@
 #ifndef TW_EMULATED
 #define TW_SHARED extern __shared__ __align__(16) unsigned char shared[];
 
+#ifdef TW_CLUSTER
+// The blocks are one cluster, whose own barrier is several times faster than one through memory.
+#define tw_grid_barrier(scratch, epoch) \
+  asm volatile("barrier.cluster.arrive.release;\n\tbarrier.cluster.wait.acquire;" ::: "memory")
+#else
 // All blocks of the grid wait for each other. Only ever counted up: the kernel begins with zero.
 #define tw_grid_barrier(scratch, epoch) tw_grid_barrier_((unsigned int*)(scratch), (epoch) += 1, gridDim.x)
 __device__ static void tw_grid_barrier_(unsigned int* counter, unsigned int epoch, unsigned int blocks) {
@@ -16,6 +21,7 @@ __device__ static void tw_grid_barrier_(unsigned int* counter, unsigned int epoc
   }
   __syncthreads();
 }
+#endif
 
 // What another block may have written: not from this block's own cache.
 template <typename T> __device__ static T tw_far(const T* p) { return __ldcg(p); }
