@@ -26,7 +26,7 @@ from ..runtime.checkpoint import require_digest
 from ..runtime.devices import device_class
 from ..runtime.session import Session
 from ..step import Step
-from .compare import Row, compare
+from .compare import BF16_COMPUTE, TF32_COMPUTE, Row, compare
 from .sides import SEED, Results, loss_module, run_artifact, run_module, shaken
 
 _NORMALISED = (
@@ -168,7 +168,7 @@ def _at(
     rows += _rows(artifact, signature, found, expected)
     moved: list[dict[tuple[str, str, str], float]] = []
     if not all(r.ok for r in rows):
-        low = _is_low(artifact)
+        low = bool(_coarse(artifact))
         for seed, units in enumerate(_SHAKEN, start=1):
             trial = _like(run_module(artifact.manifest, signature, step, inputs, shaken_by=units, seed=seed), found)
             moved.append({_key(r): r.error for r in _rows(artifact, signature, trial, expected)})
@@ -185,9 +185,11 @@ def _placed(row: Row, signature: Signature) -> Row:
     return replace(row, program=signature.programs.get(row.program, row.program), role=row.program, name=name)
 
 
-def _is_low(artifact: Artifact) -> bool:
-    """Whether anything is computed in 16 bits."""
-    return bool({"bfloat16", "float16"} & _dtypes(artifact))
+def _coarse(artifact: Artifact) -> float:
+    """The tolerance where something is computed in 16 bits, or with TF32; 0 where nothing is."""
+    if {"bfloat16", "float16"} & _dtypes(artifact):
+        return BF16_COMPUTE
+    return TF32_COMPUTE if artifact.manifest.fingerprint.options.get("tf32") else 0.0
 
 
 def _dtypes(artifact: Artifact) -> set[str]:
@@ -195,17 +197,17 @@ def _dtypes(artifact: Artifact) -> set[str]:
 
 
 def _rows(artifact: Artifact, signature: Signature, found: Results, expected: Results) -> list[Row]:
-    manifest, low, mixed = artifact.manifest, _is_low(artifact), "float32" in _dtypes(artifact)
+    manifest, coarse, mixed = artifact.manifest, _coarse(artifact), "float32" in _dtypes(artifact)
     rows: list[Row] = []
     for way in (w for w in _WAYS if w in found):
         kinds = found[way]
         programs = _PROGRAMS.get("sections" if way == "sections" else "accumulate" if "accumulate" in signature.programs else "")
         later = _LATER if way == "again" else 1.0
-        allowance = _allowance(manifest, expected[way].get("gradient", {}), later, low=low) if way != "infer" else {}
+        allowance = _allowance(manifest, expected[way].get("gradient", {}), later, low=bool(coarse)) if way != "infer" else {}
         for kind in (k for k in _ORDER if k in kinds):
             if kind == "gradient" and not kinds[kind]:
                 continue
-            made = compare(kind, kinds[kind], expected[way].get(kind, {}), low_precision=low,
+            made = compare(kind, kinds[kind], expected[way].get(kind, {}), computed=coarse,
                            allowance=allowance if kind == "parameter" else None, later=later, mixed=mixed)  # fmt: skip
             program = "infer" if way == "infer" else programs[kind] if programs else "step"
             prefix = {"infer": "inference ", "again": "second "}.get(way, "")
@@ -217,7 +219,7 @@ def _decided(rows: list[Row], moved: list[dict[tuple[str, str, str], float]], *,
     """Rows that failed, judged by how far eager PyTorch itself moves when its weights and inputs move by their last bits: right
     if that explains the difference, and is still rounding. Moving them further shows where the model jumps (a ReLU's input that
     is nearly 0, the larger of two that are nearly the same): a jump does not grow with the move. All else counts by its size.
-    Where eager PyTorch itself moves by per cents, as much is excused, and the note says so. `low`: of 16 bits, whose tolerance is
+    Where eager PyTorch itself moves by per cents, as much is excused, and the note says so. `low`: 16 bits or TF32, whose tolerance is
     wide already, what is within eager PyTorch's own noise and within per cents."""
     judged = []
     for row in rows:

@@ -11,6 +11,7 @@ from torch import Tensor
 # Largest error, relative to the largest magnitude in the tensor, that counts as the same arithmetic in another order.
 TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-10, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 BF16_COMPUTE = 3e-2  # float32 tensors that were computed through bf16 products
+TF32_COMPUTE = 4e-3  # and through products with TF32, whose numbers have as many digits as float16's
 # A tensor is never judged on a scale finer than this part of the largest of its kind: a gradient that cancels to zero (a
 # bias before a BatchNorm) holds the rounding noise of the terms that cancelled.
 _FLOOR = 1e-2
@@ -52,14 +53,15 @@ def compare(
     found: Mapping[str, Tensor],
     expected: Mapping[str, Tensor],
     *,
-    low_precision: bool = False,
+    computed: float = 0.0,
     allowance: Mapping[str, Tensor] | None = None,
     later: float = 1.0,
     mixed: bool = False,
 ) -> list[Row]:
     """A row for every expected tensor. `allowance` widens the tolerance, element by element, where the arithmetic itself
     magnifies rounding noise (a normalised update of a gradient that is nearly zero); `later`, for all of them.
-    `mixed`: float64 tensors may have been computed through float32."""
+    `computed`: the tolerance that goes with how they were computed, where that is wider than their type's. `mixed`: float64
+    tensors may have been computed through float32."""
     found, expected = _as_real(found), _as_real(expected)
     by_ending: dict[str, dict[str, Tensor]] = {}  # of optimizer state, exp_avg and exp_avg_sq have scales of their own
     for name, want in expected.items():
@@ -84,8 +86,7 @@ def compare(
         tolerance = TOLERANCE.get(want.dtype, 1e-5)
         if mixed and want.dtype == torch.float64:
             tolerance = TOLERANCE[torch.float32]
-        if low_precision:
-            tolerance = max(tolerance, BF16_COMPUTE)
+        tolerance = max(tolerance, computed)
         tolerance = min(tolerance * later, max(tolerance, MOST_LATER))
         have, want = have.detach().double(), want.detach().double()
         finite = want[want.isfinite()]

@@ -71,13 +71,14 @@ class CudaBackend:
     def _common(self, options: Options, target: Any) -> Parts:
         import triton
 
-        from ..cuda import launches, nvrtc
+        from ..cuda import attention, launches, nvrtc
 
         return {
             "torch": torch.__version__,
             "triton": triton.__version__,
             "nvrtc": nvrtc.version(),
             "gpu": repr(target),
+            "attention": "cudnn" if attention.by_cudnn() else "torch",
             "codegen": json.dumps(launches.settings(), sort_keys=True),
             "tilework": _own_code(),
         }

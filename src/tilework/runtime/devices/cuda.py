@@ -62,6 +62,9 @@ class Device:
         except BaseException:
             self.close()
             raise
+        if self.deterministic and any("cudnn_attention" in str(s.get("call")) for p in plans.values() for s in p["steps"]):
+            raise UserError("options", f"{artifact.path}: its attention has no fixed order of sums",
+                            found="TILEWORK_DETERMINISTIC", fix="compile again with TILEWORK_DETERMINISTIC=1")  # fmt: skip
         self._whole = {name: plan["whole"] for name, plan in plans.items() if plan.get("whole")}
         self.seed(0)
         torch.cuda.synchronize(self.torch_device)

@@ -1,4 +1,4 @@
-"""What a GPU's programs lay out otherwise than the graph says: pictures with their channels together, padded products."""
+"""What only a GPU's programs do: pictures with their channels together, padded products, products with TF32."""
 
 from __future__ import annotations
 
@@ -125,3 +125,12 @@ def test_conjugates(tmp_path: Path) -> None:
         optimizer.step()
         theirs.append(float(value.detach()))
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-4, atol=1e-5)
+
+
+def test_products_with_tf32_pass_the_check(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 10))
+    step = tilework.Step(model=model, inputs=(torch.randn(128, 784),), targets=(torch.randint(0, 10, (128,)),),
+                         loss=nn.CrossEntropyLoss(), optimizer=torch.optim.SGD(model.parameters(), 0.1))  # fmt: skip
+    made = tilework.compile(step, tmp_path / "t.pef", options=tilework.Options(device="cuda", programs="fused", tf32=True))
+    assert made.verification.compared
