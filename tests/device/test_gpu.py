@@ -134,3 +134,25 @@ def test_products_with_tf32_pass_the_check(tmp_path: Path) -> None:
                          loss=nn.CrossEntropyLoss(), optimizer=torch.optim.SGD(model.parameters(), 0.1))  # fmt: skip
     made = tilework.compile(step, tmp_path / "t.pef", options=tilework.Options(device="cuda", programs="fused", tf32=True))
     assert made.verification.compared
+
+
+def test_a_long_loop_is_several_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilework.runtime.cuda import whole
+
+    torch.manual_seed(0)
+    model = nn.Linear(12, 5)
+    step = tilework.Step(model=model, inputs=(torch.randn(3, 12),), targets=(torch.randint(0, 5, (3,)),),
+                         loss=nn.CrossEntropyLoss(), optimizer=torch.optim.SGD(model.parameters(), 0.1))  # fmt: skip
+    tilework.compile(step, tmp_path / "l.pef", options=tilework.Options(device="cuda", programs="fused"))
+    x, y = torch.randn(21, 12), torch.randint(0, 5, (21,))
+    found = []
+    for longest in (whole.LONGEST, 1.0):
+        monkeypatch.setattr(whole, "LONGEST", longest)
+        with tilework.load(tmp_path / "l.pef") as session:
+            losses = session.run(x, y, num_steps=7).losses
+            assert session._device._whole, "not one kernel"  # type: ignore[attr-defined]
+            found.append(
+                (losses.cpu(), session.run(x, y, num_steps=7, outputs="last").losses.cpu(), session.state_dict()["weight"].cpu())
+            )
+    for one, several in zip(*found, strict=True):
+        assert torch.equal(one, several)

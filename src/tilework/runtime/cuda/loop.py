@@ -120,6 +120,7 @@ class Bound:
             kinds = call.how or ["all"] * len(outputs)
             per_step += sum(t.numel() * t.element_size() for t, how in zip(outputs, kinds, strict=True) if how == "sum")
         most = max(1, PART // max(1, per_step))
+        most = min(most, self.whole.most) if self.whole is not None else most
         parts = [(at, min(last, at + most)) for at in range(first, last, most)]
         compute, copies = device.stream, device.copies
         done: list[torch.cuda.Event] = []

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ..devices.cuda import Device
     from .loop import Table
 
+LONGEST = 1e6  # us of one launch, about: whoever presses Ctrl-C waits for it, and a GPU with a screen stops what takes long
 _COUNTER = 64  # bytes at the start of the scratch memory that are zero when the kernel begins
 
 
@@ -38,6 +39,7 @@ class Whole:
         self.scratch = device.scratch(int(entry["scratch"]))
         self.grid, self.threads, self.shared = (int(entry["blocks"]), 1, 1), int(entry["threads"]), int(entry["shared"])
         self.name = str(entry["function"])
+        self.most = max(1, int(LONGEST / float(entry["estimate"])))  # steps of a launch
         self.cluster = bool(entry.get("cluster"))
         self.function = device.module(str(entry["member"])).function(self.name, self.shared, large_cluster=self.cluster)
 
