@@ -219,8 +219,8 @@ def _decided(rows: list[Row], moved: list[dict[tuple[str, str, str], float]], *,
     """Rows that failed, judged by how far eager PyTorch itself moves when its weights and inputs move by their last bits: right
     if that explains the difference, and is still rounding. Moving them further shows where the model jumps (a ReLU's input that
     is nearly 0, the larger of two that are nearly the same): a jump does not grow with the move. All else counts by its size.
-    Where eager PyTorch itself moves by per cents, as much is excused, and the note says so. `low`: 16 bits or TF32, whose tolerance is
-    wide already, what is within eager PyTorch's own noise and within per cents."""
+    Where eager PyTorch itself moves by per cents, as much is excused, and the note says so. `low`: 16 bits or TF32, whose
+    tolerance is wide already, what is within eager PyTorch's own noise and within per cents."""
     judged = []
     for row in rows:
         errors = [m.get(_key(row), 0.0) for m in moved]
