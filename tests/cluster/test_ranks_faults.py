@@ -16,13 +16,13 @@ from tilework.parallel import segment
 CODES = {"die": 137, "raise": 1, "exit": 5}
 
 
-SAMPLE = [("die", "device"), ("raise", "host")]
+SAMPLE = {("die", "device"): (), ("raise", "host"): pytest.mark.slow}
 
 
 @pytest.mark.parametrize(
     ("fault", "reduce"),
     [
-        pytest.param(f, r, marks=() if (f, r) in SAMPLE else IN_FULL)
+        pytest.param(f, r, marks=SAMPLE.get((f, r), IN_FULL))
         for f in ("die", "freeze", "raise", "exit")
         for r in ("device", "host")
     ],

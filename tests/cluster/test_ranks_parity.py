@@ -49,7 +49,12 @@ def judge(result: list[dict[str, Any]], which: int, rule: str) -> None:
 
 @pytest.mark.parametrize(
     ("count", "rule"),
-    [(2, "adamw"), pytest.param(2, "sgd", marks=IN_FULL), (4, "sgd"), pytest.param(4, "adamw", marks=IN_FULL)],
+    [
+        (2, "adamw"),
+        pytest.param(2, "sgd", marks=IN_FULL),
+        pytest.param(4, "sgd", marks=pytest.mark.slow),
+        pytest.param(4, "adamw", marks=IN_FULL),
+    ],
 )
 def test_ranks_are_one_with_the_joined_batch(count: int, rule: str, ranks: Ranks) -> None:
     paths = {micro: compile_for(ranks.folder, count, rule, micro) for micro in (1, 2)}

@@ -10,6 +10,7 @@ from launchers import FULL, Ranks
 from training import compile_for
 
 
+@pytest.mark.slow
 def test_ranks_have_tiles_of_their_own(ranks: Ranks) -> None:
     path = compile_for(ranks.folder, 4, "sgd", 1)
     own = {"TMPDIR": str(ranks.folder), "XDG_RUNTIME_DIR": str(ranks.folder)}  # a daemon of this test's own

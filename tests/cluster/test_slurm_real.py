@@ -150,6 +150,7 @@ def test_the_environment_stays_out_of_the_records(queue: SlurmQueue, monkeypatch
     assert said(run(queue, Spec(command=("sh", "-c", "echo $MINE")))) == "here\n"
 
 
+@pytest.mark.slow
 def test_dependencies(queue: SlurmQueue) -> None:
     bad = queue.submit(Spec(command=("sh", "-c", "sleep 0.5; exit 1")))
     well = queue.submit(Spec(command=("true",), after=(bad.id,)))

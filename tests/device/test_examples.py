@@ -59,6 +59,7 @@ def test_what_values_do_not_mend(tmp_path: Path) -> None:
         tilework.compile(step, tmp_path / "m.pef", options=REFERENCE)
 
 
+@pytest.mark.slow
 def test_shapes_show_what_values_show() -> None:
     """The same graphs, for every model of the suite; and none of them is computed."""
     for name, make in MODELS.items():

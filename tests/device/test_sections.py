@@ -130,7 +130,7 @@ def plain(path: Path, device: str, rows: int, micro: int, **more: object) -> til
 
 
 @pytest.mark.parametrize("device", COMPUTING)
-@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("micro", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_two_replicas_are_one_with_both_batches(device: str, micro: int, tmp_path: Path) -> None:
     """Clipping by the norm of all gradients, Adam, several steps a call, a schedule; the artifact runs alone as well."""
     batches, lr = data(4), [0.02, 0.01, 0.02, 0.005]

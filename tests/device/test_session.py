@@ -103,6 +103,7 @@ def test_save_and_load(session_of, artifact, device: str, tmp_path) -> None:
     assert any(k.startswith("state/") for k in mine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", COMPUTING)
 def test_training_goes_on_from_a_checkpoint_bit_for_bit(session_of, artifact, device: str, tmp_path) -> None:
     """Dropout masks, momentum and step count included."""

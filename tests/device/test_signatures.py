@@ -106,6 +106,7 @@ def test_inference_at_sizes_of_its_own(tmp_path: Path) -> None:
         session.infer(x, signature="infer_7")
 
 
+@pytest.mark.slow
 def test_accumulation_at_other_sizes(tmp_path: Path) -> None:
     """12 rows are three micro-batches of 4; 3 rows are one of their own."""
     session = compiled(tmp_path / "m.pef", "cpu", micro=2, batch_sizes=[ROWS, 12, LAST])

@@ -441,6 +441,7 @@ def test_a_step_whose_loss_is_no_number_changes_nothing(tmp_path, device: str, d
     assert torch.equal(expected.run(good).loss, session.run(good).loss)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", COMPUTING)
 def test_no_number_in_a_later_micro_batch_and_in_sections(tmp_path, device: str) -> None:
     path, step = watched(tmp_path / "a.pef", torch.float32, device, num_micro_batches=2)

@@ -219,6 +219,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 def test_one_kind_of_work_moves_one_column(artifact: Path, run_folder: Path, tmp_path: Path) -> None:
     """Work of each kind for half a second, in a session with a lease: that column has most of the time."""
     wrong: dict[str, object] = {}

@@ -491,6 +491,7 @@ def test_weights_of_another_run_are_a_beginning(path: Path, tmp_path: Path) -> N
     assert losses(tmp_path / "b")[0][1] < losses(tmp_path / "a")[0][1]
 
 
+@pytest.mark.slow
 def test_calls_are_small_where_data_are_slow(path: Path, tmp_path: Path) -> None:
     """A signal is heard between calls: they are sized by the data's time too. The numbers stay."""
     import time

@@ -87,7 +87,7 @@ print(json.dumps({{"weight": model.fc.weight.tolist(), "rows": rows, "offset": p
 """
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("shuffle", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_each_instance_reads_its_own_share(shuffle: bool) -> None:
     """Two instances of two replicas, each with half of the data: every update is made from the micro-batches of all four."""
     done = poprun("--num-instances=2", "--num-replicas=4", code=SHARED.format(here=str(HERE), shuffle=shuffle))
