@@ -65,6 +65,21 @@ def test_channels_lie_together_in_16_bits(generated: object, precision: str, tog
     assert all((stride[1] == 1) is together for _, stride, _ in lying), lying
 
 
+def test_what_asks_how_tensors_lie_keeps_them(generated: object) -> None:
+    class Strided(Pictures):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.second(self.norm(self.first(x)).relu())
+            return h.as_strided((4, 24 * 36), (24 * 36, 1))
+
+    step = pictures("bfloat16")
+    model = Strided()
+    strided = tilework.Step(model=model, inputs=step.inputs, targets=step.targets, loss=step.loss, precision="bfloat16",
+                            optimizer=torch.optim.SGD(model.parameters(), 0.1))  # fmt: skip
+    made = buffers(generated(strided))  # type: ignore[operator]
+    together = {n: b for n, b in made.items() if len(b[0]) == 4 and b[0][2] > 1 and b[1][1] == 1}
+    assert not together
+
+
 def test_products_of_odd_sizes_are_padded(generated: object, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(40, 32), nn.ReLU(), nn.Linear(32, 77))

@@ -94,13 +94,14 @@ class Translation:
 
     def _restrided(self, node: Node, op: Any, args: Any, kwargs: Any) -> Any:
         """Where operators are written otherwise, their results may lie otherwise than in the graph, and so what comes of them.
-        An operator that asks for the graph's own strides gets copies that have them."""
-        as_captured = "as_strided" in node.op or node.op == "aten.view.dtype"
-        if not as_captured:
-            try:
-                return self._followed(op, args, kwargs)
-            except (RuntimeError, ValueError):  # a view that there is not with these strides
-                pass
+        An operator that needs the graph's own strides gets copies that have them."""
+        if "as_strided" in node.op and not _lies_as(args[0], self.types[node.refs()[0]]):
+            raise BugError("compile-launches", f"{node.op} takes a tensor that lies otherwise here than where it was captured",
+                           found=str(args[0].meta["val"].stride()))  # fmt: skip
+        try:
+            return self._followed(op, args, kwargs)
+        except (RuntimeError, ValueError):  # a view that there is not with these strides
+            pass
         args, kwargs = self._value(node.args, True), self._value(node.kwargs, True)
         try:
             return self._followed(op, args, kwargs)
@@ -332,6 +333,11 @@ def verify_order(graph: torch.fx.Graph, name: str) -> None:
             if target in written:
                 raise BugError("verify-order", f"program {name}: a buffer is written twice: {node.format_node()}")
             written.add(target)
+
+
+def _lies_as(value: torch.fx.Node, kind: TensorType | None) -> bool:
+    found = value.meta["val"]
+    return kind is None or all(n <= 1 or a == b for n, a, b in zip(kind.shape, found.stride(), kind.stride, strict=True))
 
 
 def _fake_of(value: Any) -> Any:

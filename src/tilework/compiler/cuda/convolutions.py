@@ -17,7 +17,9 @@ _GROUPS = {"aten.convolution.default": 8, "aten.convolution_backward.default": 9
 
 
 def channels_last(graph: Graph) -> bool:
-    """Whether all convolutions of pictures in the graph are such ones."""
+    """Whether all convolutions in the graph are such ones, and nothing in it asks how tensors lie."""
+    if any("as_strided" in n.op for n in graph.nodes):
+        return False
     found = [n for n in graph.nodes if n.op in _GROUPS]
     kinds = [n.types[0] or n.types[1] for n in found]
     return bool(found) and all(
