@@ -80,6 +80,33 @@ def test_what_asks_how_tensors_lie_keeps_them(generated: object) -> None:
     assert not together
 
 
+class Attention(nn.Module):
+    def __init__(self, head: int) -> None:
+        super().__init__()
+        self.qkv, self.head = nn.Linear(16, 3 * 2 * head), head
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, self.head).permute(2, 0, 3, 1, 4)
+        return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+SIZES = [(64, 64, "0", "cudnn"), (40, 64, "0", "flash"), (64, 256, "0", "flash"), (64, 64, "1", "flash")]
+
+
+@pytest.mark.parametrize(("rows", "head", "strict", "whose"), SIZES)
+def test_whose_attention(
+    generated: object, monkeypatch: pytest.MonkeyPatch, rows: int, head: int, strict: str, whose: str
+) -> None:
+    monkeypatch.setenv("TILEWORK_DETERMINISTIC", strict)
+    torch.manual_seed(0)
+    model = Attention(head)
+    step = tilework.Step(model=model, inputs=(torch.randn(2, rows, 16),), targets=(torch.randn(2, 2, rows, head),),
+                         loss=nn.MSELoss(), optimizer=torch.optim.SGD(model.parameters(), 0.1), precision="bfloat16")  # fmt: skip
+    source = generated(step)  # type: ignore[operator]
+    other = {"cudnn": "flash", "flash": "cudnn"}[whose]
+    assert f"_scaled_dot_product_{whose}_attention_backward" in source and f"_{other}_attention" not in source
+
+
 def test_products_of_odd_sizes_are_padded(generated: object, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(40, 32), nn.ReLU(), nn.Linear(32, 77))

@@ -37,6 +37,12 @@ def _usable(mask: Any, k: Any) -> bool:
     return mask is not None and _kind(mask).dim() == 4 and _kind(k).shape[-2] % 8 == 0 and _kind(mask).shape[-1] != 1
 
 
+def _cudnns(q: Any, k: Any) -> bool:
+    """Of the sizes that cuDNN has a backward pass for on every GPU; torch's own kernels take the others."""
+    rows, head = _kind(q).shape[-2:]
+    return by_cudnn() and head <= 128 and rows % 64 == 0 and _kind(k).shape[-2] == rows
+
+
 def _expanded(t: Translation, mask: Any, q: Any, k: Any) -> Any:
     shape = [*_kind(q).shape[:3], _kind(k).shape[2]]
     made = t.trace(lambda m: m.to(_kind(q).dtype).contiguous(), mask)
@@ -45,7 +51,7 @@ def _expanded(t: Translation, mask: Any, q: Any, k: Any) -> Any:
 
 def _forward(t: Translation, q: Any, k: Any, v: Any, dropout: float = 0.0, causal: bool = False, *, attn_mask: Any = None,
              scale: float | None = None) -> Any:  # fmt: skip
-    if _fused(q, k, v, attn_mask, causal) and by_cudnn():
+    if _fused(q, k, v, attn_mask, causal) and _cudnns(q, k):
         made = t.emit(aten._scaled_dot_product_cudnn_attention.default, q, k, v, None, True, 0.0, causal, False, scale=scale)
         rows = t.emit(aten.squeeze.dim, made[1], -1)
         t.kept[rows] = made
@@ -80,7 +86,7 @@ def _backward(t: Translation, grad: Any, q: Any, k: Any, v: Any, out: Any, row: 
         made = t.emit(aten._scaled_dot_product_efficient_attention_backward.default, grad, q, k, v, bias, out, whole, seed,
                       offset, 0.0, [True, True, True, False], causal, scale=scale)  # fmt: skip
         return made[:3]
-    if row in t.kept and by_cudnn():
+    if row in t.kept and _cudnns(q, k):
         _, sums, _, _, max_q, max_k, seed, offset, _ = t.kept[row]
         return t.emit(aten._scaled_dot_product_cudnn_attention_backward.default, grad, q, k, v, out, sums, seed, offset, None,
                       None, None, max_q, max_k, 0.0, causal, scale=scale)  # fmt: skip

@@ -11,7 +11,6 @@ from ...artifact.graph import Graph
 from ..to_fx import Otherwise, Translation
 
 aten = torch.ops.aten
-_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 _HALF = ("bfloat16", "float16")
 _GROUPS = {"aten.convolution.default": 8, "aten.convolution_backward.default": 9}  # which argument says how many
 
@@ -29,13 +28,11 @@ def channels_last(graph: Graph) -> bool:
 
 
 def _last(t: Translation, x: Any) -> Any:
-    kind = x.meta["val"]
-    wanted = _FORMATS.get(kind.dim())
-    if wanted is None or kind.is_contiguous(memory_format=wanted):
+    if x.meta["val"].is_contiguous(memory_format=torch.channels_last):
         return x
     key = ("channels last", x)
     if key not in t.kept:
-        t.kept[key] = t.emit(aten.clone.default, x, memory_format=wanted)
+        t.kept[key] = t.emit(aten.clone.default, x, memory_format=torch.channels_last)
     return t.kept[key]
 
 
