@@ -30,8 +30,7 @@ UNWANTED = re.compile(
     # torch's own machinery
     r"assert|_sym_|_make_|_fw_|dual|batch_dim|autocast|lazy|_test|foobar|overrideable|philox|token|device_put|_amp_|same_feature|sobol"
 )
-NEEDED = {"aten._scaled_dot_product_cudnn_attention", "aten._scaled_dot_product_cudnn_attention_backward",
-          "aten.embedding_dense_backward", "aten._embedding_bag_dense_backward", "aten.tril_indices", "aten.triu_indices",
+NEEDED = {"aten.embedding_dense_backward", "aten._embedding_bag_dense_backward", "aten.tril_indices", "aten.triu_indices",
           "aten._pack_padded_sequence", "aten._pack_padded_sequence_backward", "aten._pad_packed_sequence",
           *(f"aten.max_pool{d}d_with_indices{b}" for d in (1, 2, 3) for b in ("", "_backward"))}  # fmt: skip
 
